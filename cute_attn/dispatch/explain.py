@@ -239,7 +239,8 @@ def text(features: Features, arch: Arch | None, load: Load) -> str:
     for each in found:
         if each.verdict == REFUSED:
             lines.append(f"  {each.backend}: refused")
-            lines += [f"    {_reason(refusal) if chosen else refusal}" for refusal in each.refusals]
+            reasons = map(str, each.refusals)
+            lines += [f"    {reason.partition(' Instead: ')[0] if chosen else reason}" for reason in reasons]
         elif each.verdict == PASSED_OVER:
             lines.append(f"  {each.backend}: able, passed over: {each.why}")
         else:
@@ -247,8 +248,3 @@ def text(features: Features, arch: Arch | None, load: Load) -> str:
     if not chosen:
         lines.append("  no backend of a GPU takes this problem")
     return "\n".join(lines)
-
-
-def _reason(refusal: Refusal) -> str:
-    backend, feature, reason, _ = refusal
-    return f"{backend} refuses {feature}: {reason}."

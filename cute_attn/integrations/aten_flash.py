@@ -20,6 +20,7 @@ from cute_attn.prefill import single_prefill_with_kv_cache
 from cute_attn.request import checks, unplanned
 from cute_attn.request.unplanned import NOWHERE, Keys, Lengths
 from cute_attn.runtime import capture
+from cute_attn.runtime.staging import is_capturing
 from cute_attn.wrappers import planned_prefill
 from cute_attn.wrappers.planned_prefill import Structure
 from cute_attn.xqa import xqa_batch_decode_with_kv_cache
@@ -195,7 +196,8 @@ def dense(operands: Operands, band: Band, scale: float | None) -> torch.Tensor:
     if all(_is_one_axis(x, 1) for x in operands):
         rows = _single(operands.each(lambda x: x.flatten(0, 1)), band, scale)
         return _natural(rows.view(qo_len, batch, heads).permute(1, 2, 0), lse)
-    if operands.k.shape[2] and _is_one_axis(q, 2) and _is_one_axis(out, 2) and not _is_capturing(q):
+    planned = operands.k.shape[2] and not is_capturing(q.device)  # later calls would overwrite the records of a plan
+    if planned and _is_one_axis(q, 2) and _is_one_axis(out, 2):
         rows = _tokens(operands.each(lambda x: x.transpose(1, 2)), band, scale)
         return _natural(rows.view(batch, qo_len, heads).transpose(1, 2), lse)
     for request, part in zip(zip(*operands, strict=True), lse, strict=True):
@@ -325,11 +327,6 @@ def _page_per_request(batch: int, device: torch.device) -> torch.Tensor:
 def _is_one_axis(x: torch.Tensor, axis: int) -> bool:
     """Tell whether axis 0 continues where another ends, so that both are one axis without a copy."""
     return x.shape[0] == 1 or x.shape[axis] == 1 or x.stride(0) == x.shape[axis] * x.stride(axis)
-
-
-def _is_capturing(x: torch.Tensor) -> bool:
-    """Tell whether a CUDA graph is captured, which would keep the records of a plan that later calls overwrite."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _natural(lse: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,8 @@ from cute_attn.runtime import capture
 class CuteAttnBackend(PagedBackend):
     __doc__ = PagedBackend.__doc__
 
+    verify_mask: VerifyMask | None = None  # where SGLang writes masks of drafts, with which layout
+
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         facts, rows = self._facts, model_runner.req_to_token_pool.req_to_token
@@ -46,7 +48,6 @@ class CuteAttnBackend(PagedBackend):
         self._decode = PlannedAttention(self._workspace, facts, decode=True)
         self._graph_decodes: dict[int, PlannedAttention] = {}  # by batch size
         self._graph_indices: list[torch.Tensor] = []  # of each pool
-        self._verify_mask: VerifyMask | None = None
         self._window_loc: torch.Tensor | None = None  # where the step writes keys of sliding-window layers
 
     @functools.cached_property
@@ -110,12 +111,7 @@ class CuteAttnBackend(PagedBackend):
             mode = TreeMaskMode.QLEN_ONLY
             cells = tree_mask_numel(mode, max_bs, drafts, self.max_context_len)
             buffer = torch.zeros(cells, dtype=torch.bool, device=self.device)
-            self._verify_mask = VerifyMask(buffer, mode, max_bs, is_read=self._facts.draft_trees)
-
-    @property
-    def verify_mask(self) -> VerifyMask | None:
-        """Where SGLang writes masks of drafts, with which layout."""
-        return self._verify_mask
+            self.verify_mask = VerifyMask(buffer, mode, max_bs, is_read=self._facts.draft_trees)
 
     def _graph_step(self, batch: Any) -> TableStep | PlannedAttention:
         """Return the description of a captured batch: with plans, and masks, whose addresses change."""
@@ -151,7 +147,7 @@ class CuteAttnBackend(PagedBackend):
 
     def _mask_has_prefix(self, spec_info: Any) -> bool:
         """Tell whether rows of a mask begin with the keys before the drafts: n-gram drafts ignore `verify_mask`."""
-        if self._verify_mask is not None and type(spec_info).__name__ != "NgramVerifyInput":
+        if self.verify_mask is not None and type(spec_info).__name__ != "NgramVerifyInput":
             return False
         return default_tree_mask_mode() == TreeMaskMode.FULL_MASK
 
