@@ -97,23 +97,12 @@ def scaled_dot_product_flash_attention(
     return out, lse, None, None, query.shape[2], key.shape[2], *_unused(query)
 
 
-def flash_attention_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    **options: Any,
-) -> tuple[Any, ...]:
+def flash_attention_forward(query: torch.Tensor, *others: Any, **options: Any) -> tuple[Any, ...]:
     """Compute `aten::_flash_attention_forward`.
 
     Parameters
     ----------
+    others : the parameters of `flash_attention_into` that follow query.
     query, key, value : `[batch_size, tokens, heads, head_dim]`, or with `cum_seq_q` `[tokens, heads, head_dim]`.
     cum_seq_q, cum_seq_k : None, or int32 `[batch_size + 1]`: where the tokens of each request start. They are read on
         the host: a synchronisation per call, which no CUDA graph can capture.
@@ -133,11 +122,7 @@ def flash_attention_forward(
     ArgumentError (gradients are required), NotSupported (what is refused above, alibi_slopes, or no backend takes).
     """
     out = torch.empty_like(query)
-    lengths = cum_seq_q, cum_seq_k, max_q, max_k
-    lse = flash_attention_into(
-        out, query, key, value, *lengths, dropout_p, is_causal, return_debug_mask, **options
-    )  # fmt: skip
-    return out, lse, *_unused(query)
+    return out, flash_attention_into(out, query, *others, **options), *_unused(query)
 
 
 def flash_attention_into(
