@@ -64,24 +64,19 @@ def _warn_of_cpu_only(features: Features) -> None:
     global _warned_of_cpu_only
     if _warned_of_cpu_only:
         return
-    reason = _refusal_of_gpus(features)
-    if reason is not None:
-        _warned_of_cpu_only = True
-        warnings.warn(
-            f"these CPU tensors run on the reference, but no backend runs such a problem on a GPU: {reason} "
-            '`python -m cute_attn explain --arch sm_90a ...` tells what a GPU takes, and backend="emulator" runs a '
-            "GPU's kernels on CPU tensors.",
-            stacklevel=2,
-        )
-
-
-def _refusal_of_gpus(features: Features) -> Refusal | None:
-    """Return a reason of fa2, which runs on every GPU, if no backend takes `features` on any architecture."""
     on_gpu = features._replace(device=torch.device("cuda"))
     gpus = [backend for backend in BACKENDS if "cuda" in backend.auto_on]
     reasons = [(b.name, reasons_against(b, on_gpu, arch)) for arch in archs.ARCHS.values() for b in gpus]
-    of_fa2 = [found for name, found in reasons if name == "fa2"]
-    return of_fa2[-1][-1] if all(found for _, found in reasons) else None
+    if not all(found for _, found in reasons):
+        return
+    _warned_of_cpu_only = True
+    *_, of_fa2 = [found for name, found in reasons if name == "fa2"]  # which runs on every GPU
+    warnings.warn(
+        f"these CPU tensors run on the reference, but no backend runs such a problem on a GPU: {of_fa2[-1]} "
+        '`python -m cute_attn explain --arch sm_90a ...` tells what a GPU takes, and backend="emulator" runs a '
+        "GPU's kernels on CPU tensors.",
+        stacklevel=2,
+    )
 
 
 def load_of(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
