@@ -185,7 +185,9 @@ class Unsupported(NamedTuple):
 
 @dataclass(frozen=True)
 class Capability:
-    """One row of the table: a feature of problems and the backends that do not support it; all others do."""
+    """One row of the table: a feature of problems and the backends that do not support it; all others do. What all
+    support needs a row only where it is a dtype.
+    """
 
     feature: str
     needed: Callable[[Features], bool]  # tells whether features need it
@@ -216,10 +218,6 @@ def _no_xqa_head_dim(features: Features) -> bool:
     """Tell whether XQA has no kernels for the head dimensions."""
     kv_bits = 4 if features.kv_block_scales else 8 * features.kv_dtype.itemsize
     return features.head_dim_qk != features.head_dim_vo or not is_head_dim(features.head_dim_qk, kv_bits)
-
-
-def _always(features: Features) -> bool:
-    return True
 
 
 def _head_dims(features: Features) -> tuple[int, int]:
@@ -307,14 +305,12 @@ CAPABILITIES = (
         _no("older GPUs run a kernel without that conversion", "a 16-bit out", "xqa"),
         below=(9, 0),
     ),
-    Capability("head dimensions 64, 128 and 256", lambda f: _head_dims(f) in COMMON_HEAD_DIMS),
     Capability(
         "head dimension 512",
         lambda f: _head_dims(f) == WIDE_HEAD_DIMS,
         _no("its output fills tensor memory, where scores lie too", _FA2, "fa4")
         | _no("its output exceeds the registers of an MMA warpgroup", _FA2, "fa3"),
     ),
-    Capability("head dimensions (qk, vo) that are other multiples of 8 up to 256, equal or not", _uncommon_head_dims),
     Capability(
         "other head dimensions",
         lambda f: tile_dims(_head_dims(f)) is None,
@@ -340,14 +336,11 @@ CAPABILITIES = (
             "xqa",
         ),
     ),
-    Capability("any num_qo_heads / num_kv_heads", _always),
-    Capability("decode: few query tokens per request, each of which sees the keys up to its own", lambda f: f.decode),
     Capability(
         "prefill",
         lambda f: not f.decode,
         _no("its rows are a few newest tokens of a request", 'backend="auto", or a decode function', "xqa"),
     ),
-    Capability("causal mask, sliding window, any lengths", _always),
     Capability(
         "custom masks, boolean and packed",
         lambda f: f.custom_mask,
@@ -396,15 +389,11 @@ CAPABILITIES = (
         lambda f: f.pos_encoding_mode == "ALIBI",
         _no("its softmax has no step for it", _FA2, "xqa"),
     ),
-    Capability("attention sinks", lambda f: f.sinks),
-    Capability("q_scale, k_scale, v_scale as numbers or device tensors", _always),
-    Capability("lse, base 2 or natural (lse_base)", _always),
     Capability(
         "batches with ragged k and v",
         lambda f: f.kv_source == "ragged",
         _no("it finds the keys of a batch through page tables", _FA2, "xqa"),
     ),
-    Capability("batches with paged k and v", lambda f: f.kv_source == "paged"),
     Capability(
         "lengths and page tables on the device, without a plan (xqa_batch_decode_with_kv_cache)",
         lambda f: f.device_lengths,

@@ -134,8 +134,8 @@ def _run(
     """
     batch, heads, q_len, width = operands.q.shape
     device, dtype = operands.q.device, operands.q.dtype
-    sizes = heads, kv[0].shape[1], width, kv[1].shape[3]
-    options = PlanOptions(*sizes, *[dtype] * 3, "NONE", *(band or (False, -1)), operands.soft_cap, sm_scale=1.0)
+    sizes, (causal, window_left) = (heads, kv[0].shape[1], width, kv[1].shape[3]), band or (False, -1)
+    options = PlanOptions(*sizes, dtype, dtype, dtype, "NONE", causal, window_left, operands.soft_cap, 1.0)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     structure, page_size = Structure(device, stream, operands.backend, options, band is None), kv[0].shape[2]
     with _lock:

@@ -102,8 +102,8 @@ class LayerType(NamedTuple):
             return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, backend=backend)
         count, _, width, device = size
         lengths = (count + 1, count + 1, count * width + 1, count)
-        buffers = (torch.zeros(n, dtype=torch.int32, device=device) for n in lengths)
-        return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, True, *buffers, backend=backend)
+        qo, kv, indices, last = (torch.zeros(n, dtype=torch.int32, device=device) for n in lengths)
+        return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, True, qo, kv, indices, last, backend=backend)
 
     def options(self, ranges: bool) -> dict[str, Any]:
         """Return the keywords of its `plan`. Where tokens have ranges, runs say the mask."""
