@@ -14,9 +14,6 @@ from cute_attn.problem import Features
 from cute_attn.request.settings import FP8, HALF
 from cute_attn.runtime.arch import ARCHS, Arch
 
-COMMON_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
-
-
 XQA_HEAD_DIMS = (
     "multiples of 8 (of 16 with 8-bit k and v) from 16 to 256 and of twice that to 512; with NVFP4 64, 128, 256 and 512"
 )
@@ -228,9 +225,8 @@ def _multiples(features: Features, n: int) -> bool:
     return all(dim % n == 0 for dim in _head_dims(features))
 
 
-def _uncommon_head_dims(features: Features) -> bool:
-    dims = _head_dims(features)
-    return dims not in COMMON_HEAD_DIMS and dims != WIDE_HEAD_DIMS and tile_dims(dims) is not None
+def _has_tiles(features: Features) -> bool:
+    return tile_dims(_head_dims(features)) is not None
 
 
 CAPABILITIES = (
@@ -244,7 +240,7 @@ CAPABILITIES = (
     ),
     Capability(
         "q of an fp8 dtype with a head dimension that is no multiple of 16",
-        lambda f: f.q_dtype in FP8 and _uncommon_head_dims(f) and not _multiples(f, 16),
+        lambda f: f.q_dtype in FP8 and _has_tiles(f) and not _multiples(f, 16),
         _no("it copies rows of q in units of 16 bytes", "pad q, k and v with zeros, and pass sm_scale", "fa2"),
     ),
     Capability(
@@ -313,12 +309,12 @@ CAPABILITIES = (
     ),
     Capability(
         "other head dimensions",
-        lambda f: tile_dims(_head_dims(f)) is None,
+        lambda f: not _has_tiles(f),
         _no("it has no tiles for them", "pad q, k and v with zeros, and pass sm_scale", "fa4", "fa3", "fa2"),
     ),
     Capability(
         "k and v of an fp8 dtype with a head dimension that is no multiple of 16",
-        lambda f: f.kv_dtype in FP8 and _uncommon_head_dims(f) and not _multiples(f, 16),
+        lambda f: f.kv_dtype in FP8 and _has_tiles(f) and not _multiples(f, 16),
         _no("it copies rows in units of 16 bytes", _HALF_ALIGNED, "fa4", "fa3"),
     ),
     Capability(
@@ -376,7 +372,7 @@ CAPABILITIES = (
     ),
     Capability(
         "pos_encoding_mode ROPE_LLAMA with a head dimension that is no multiple of 16",
-        lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and _uncommon_head_dims(f) and f.head_dim_qk % 16 != 0,
+        lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and _has_tiles(f) and f.head_dim_qk % 16 != 0,
         _no("it rotates eight pairs of dimensions at a time", "rotate q and k first", "fa3", "fa2"),
     ),
     Capability(

@@ -49,13 +49,6 @@ def stored_as(kv_cache_dtype: str) -> str:
     return STORED[kv_cache_dtype]
 
 
-def element(stored: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a cache as kernels read it. `dtype`: the model's."""
-    if stored == COPY:
-        return dtype
-    return torch.uint8 if stored == NVFP4 else getattr(torch, stored)
-
-
 def compute_capability_reason(major: int, minor: int) -> str | None:
     """Return why no backend runs on GPUs of a compute capability; None if one does."""
     return reason(Layer(8, 128, 1.0, 8), torch.bfloat16, (major, minor))
@@ -98,10 +91,11 @@ def decodes_without_plan(layer: Layer, dtype: torch.dtype, capability: tuple[int
 def _features(layer: Layer, dtype: torch.dtype, decode: bool) -> Features:
     """Return the question to the table: paged prefill by a plan, or decode without one."""
     stored = STORED[layer.kv_cache_dtype]
+    kv_dtype = {COPY: dtype, NVFP4: torch.uint8}.get(stored) or getattr(torch, stored)
     return Features(
         device=torch.device("cuda"),
         q_dtype=dtype,
-        kv_dtype=element(stored, dtype),
+        kv_dtype=kv_dtype,
         o_dtype=dtype,
         num_qo_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
