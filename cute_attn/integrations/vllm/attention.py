@@ -100,13 +100,26 @@ class LayerAttention:
         caches = self.views(kv_cache)
         if self.stored == COPY:
             k_scale = v_scale = 1.0
-        if self.plans_decode:
-            self._run_plan(query, caches, step, output, (k_scale, v_scale), clamps_ranges)
-            return
-        if step.decodes.num_reqs:
+        if step.decodes.num_reqs and not self.plans_decode:
             self._decode(query, caches, step, output, (k_scale, v_scale))
-        if step.has_prefills:
-            self._run_plan(query, caches, step, output, (k_scale, v_scale), clamps_ranges)
+        if not (step.has_prefills or self.plans_decode):
+            return
+        session = step.planned(self._type, self.plans_decode)
+        rows, window_left, options = session.rows, self.layer.window_left, {}
+        if session.ranges is not None:
+            options = {"bidirectional_ranges": session.ranges, "causal_window_left": window_left}
+            options["range_window_left"] = window_left + 1 if clamps_ranges else -1
+        session.wrapper.run(
+            query[rows],
+            caches.pair,
+            q_scale=self.layer.scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=output[rows],
+            sinks=self.sinks,
+            kv_cache_sf=caches.block_scales,
+            **options,
+        )
 
     def _decode(
         self,
@@ -137,32 +150,6 @@ class LayerAttention:
             backend=step.sessions.backend,
         )
 
-    def _run_plan(
-        self,
-        query: torch.Tensor,
-        caches: CacheViews,
-        step: StepMetadata,
-        output: torch.Tensor,
-        scales: tuple[float, float],
-        clamps_ranges: bool,
-    ) -> None:
-        session = step.planned(self._type, self.plans_decode)
-        rows, window_left, options = session.rows, self.layer.window_left, {}
-        if session.ranges is not None:
-            options = {"bidirectional_ranges": session.ranges, "causal_window_left": window_left}
-            options["range_window_left"] = window_left + 1 if clamps_ranges else -1
-        session.wrapper.run(
-            query[rows],
-            caches.pair,
-            q_scale=self.layer.scale,
-            k_scale=scales[0],
-            v_scale=scales[1],
-            out=output[rows],
-            sinks=self.sinks,
-            kv_cache_sf=caches.block_scales,
-            **options,
-        )
-
 
 class EncoderAttention:
     """Computes the attention of an encoder's layer.
@@ -173,8 +160,6 @@ class EncoderAttention:
         sinks and quantised caches, which vLLM's encoders do not have.
     batch_invariant : a token's bits must not depend on other requests. Default False.
     """
-
-    plans_decode = False
 
     def __init__(self, layer: Layer, batch_invariant: bool = False) -> None:
         odd = {
@@ -189,17 +174,10 @@ class EncoderAttention:
                     f"encoder attention must have no {name}: kernels would need a window to the right, a bias of both "
                     "sides, or keys of a cache"
                 )
-        self.layer = layer
-        self.batch_invariant = batch_invariant
-        self.sinks: torch.Tensor | None = None
+        self.layer, self.batch_invariant = layer, batch_invariant
 
     def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        step: StepMetadata,
-        output: torch.Tensor,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: StepMetadata, output: torch.Tensor
     ) -> None:
         """Compute the attention of a step's requests, each over all of its own tokens, into `output`.
 

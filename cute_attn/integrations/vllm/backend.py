@@ -88,7 +88,7 @@ class CuteAttnImpl(AttentionImpl):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take the sinks as float32, which kernels read: once, not in every step. Again after new weights."""
-        if self.sinks is None:
+        if self.sinks is None or isinstance(self.attention, EncoderAttention):
             return
         if self.attention.sinks is None:
             self.attention.sinks = self.sinks.to(torch.float32)
@@ -159,13 +159,12 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
         that a capture follows.
         """
         layers = vllm_config.compilation_config.static_forward_context.values()
-        impls = [impl for layer in layers if isinstance(impl := getattr(layer, "impl", None), CuteAttnImpl)]
-        if any(isinstance(impl.attention, EncoderAttention) for impl in impls):
+        found = [impl.attention for layer in layers if isinstance(impl := getattr(layer, "impl", None), CuteAttnImpl)]
+        of_decoders = [attention for attention in found if isinstance(attention, LayerAttention)]
+        planned = any(attention.plans_decode for attention in of_decoders)
+        if len(of_decoders) < len(found) or (planned and not getattr(vllm_config, "use_v2_model_runner", False)):
             return AttentionCGSupport.NEVER
-        if getattr(vllm_config, "use_v2_model_runner", False):
-            return AttentionCGSupport.UNIFORM_BATCH
-        planned = any(impl.attention.plans_decode for impl in impls)
-        return AttentionCGSupport.NEVER if planned else AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.UNIFORM_BATCH
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> StepMetadata:
         """Return the metadata of a step that warms up or captures a CUDA graph."""
