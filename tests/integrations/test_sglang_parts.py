@@ -21,7 +21,7 @@ from cute_attn.integrations.sglang import limits, planned, tables
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import PlannedAttention
-from cute_attn.integrations.sglang.tables import GraphTables, attend, table_step
+from cute_attn.integrations.sglang.tables import GraphTables, Operands, attend, table_step
 from cute_attn.integrations.workspaces import Workspaces
 from tests.support.engine_case import Graph
 from tests.support.executors import GPU_MARKS
@@ -125,7 +125,7 @@ def test_extend(name: str, page_size: int, device: str) -> None:
         server = Server(page_size, kv_lens, device, q_lens=q_lens)
         begin(server, attention)
         out = torch.empty_like(server.q)
-        attention.run(kind, server.q, server.cache, out, None, None, None)
+        attention.run(Operands(kind, server.q, server.cache, out))
         server.check(out, kind)
 
 
@@ -145,7 +145,7 @@ def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) 
         begin(server, attention, kinds=[kind])
         assert indices[: sum(kv_lens)].tolist() == torch.cat(server.tokens.slots).tolist()
         out = torch.empty_like(server.q)
-        attention.run(kind, server.q, server.cache, out, None, None, sinks)
+        attention.run(Operands(kind, server.q, server.cache, out, sinks=sinks))
         server.check(out, kind, sinks=sinks)
 
 
@@ -180,7 +180,7 @@ def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool, dev
         step = table_step([PageTables(server.slots, 16)], server.requests, server.seq_lens, longest)
         assert step.num_tokens == 3
         out = torch.empty_like(server.q)
-        attention(step, kind, server.q, server.cache, out, *scales, sinks)
+        attention(step, Operands(kind, server.q, server.cache, out, *scales, sinks))
         server.check(out, kind, sinks=sinks, **numbers)
 
 
@@ -196,7 +196,7 @@ def test_decode_on_a_kernel(page_size: int, monkeypatch: pytest.MonkeyPatch) -> 
     step = table_step([pages], server.requests, server.seq_lens, longest=None)
     out = torch.empty_like(server.q)
     with emulator.using("sm_90a"):
-        attention(step, kind, server.q, server.cache, out, None, None, None)
+        attention(step, Operands(kind, server.q, server.cache, out))
     server.check(out, kind)
 
 
@@ -229,7 +229,7 @@ def test_drafts_in_buffers_of_a_graph(device: str) -> None:
     assert step.seq_lens.tolist() == [37, 5, 1 + DRAFTS]
     q = torch.cat((server.q, server.q[:DRAFTS]))
     out = torch.empty_like(q)
-    attention(step, KINDS["full"], q, server.cache, out, None, None, None)
+    attention(step, Operands(KINDS["full"], q, server.cache, out))
     server.check(out[: 2 * DRAFTS], KINDS["full"], AMONG)
 
 
@@ -247,7 +247,7 @@ def test_a_captured_step_reads_new_tables(device: str) -> None:
 
     def layer() -> None:
         buffers.fill(requests, seq_lens, 0)
-        attention(buffers.view(2, 1, with_mask=False), kind, q, (keys, values), out, None, None, None)
+        attention(buffers.view(2, 1, with_mask=False), Operands(kind, q, (keys, values), out))
 
     graph = Graph(device, layer)
     for server in servers:

@@ -21,7 +21,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_m
 from cute_attn.integrations.sglang.base import LayerCall, PagedBackend, drafts_of
 from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import PlannedAttention
-from cute_attn.integrations.sglang.tables import TableStep, attend
+from cute_attn.integrations.sglang.tables import Operands, TableStep, attend
 from cute_attn.integrations.workspaces import Workspaces
 from cute_attn.runtime import capture
 
@@ -159,11 +159,11 @@ class CuteAttnBackend(PagedBackend):
             location = KVWriteLoc.for_batch(call.saved_with, swa_loc=self._window_loc)
             pool.set_kv_buffer(layer, location, call.k, call.v, layer.k_scale, layer.v_scale)
         k, v = (as_pages(x, self.page_size, self._layout) for x in pool.get_kv_buffer(layer.layer_id))
-        operands = call.kind, call.q, (k, v), call.out, *self._scales(layer), call.sinks
+        operands = Operands(call.kind, call.q, (k, v), call.out, *self._scales(layer), call.sinks)
         if isinstance(step, TableStep):
-            self._by_table(step, *operands)
+            self._by_table(step, operands)
         else:
-            step.run(*operands)
+            step.run(operands)
 
     def _kind(self, layer: RadixAttention) -> LayerKind:
         pool = self._window_pool

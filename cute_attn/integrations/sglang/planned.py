@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from cute_attn.integrations.sglang.limits import ServerFacts
-from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, Scale
+from cute_attn.integrations.sglang.metadata import LayerKind, Lengths
+from cute_attn.integrations.sglang.tables import Operands
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.runtime import capture
 
@@ -57,17 +58,9 @@ class PlannedAttention:
         for kind in kinds:
             self._plan(kind)
 
-    def run(
-        self,
-        kind: LayerKind,
-        q: torch.Tensor,
-        kv_cache: tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-        k_scale: Scale,
-        v_scale: Scale,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        """Compute a layer's attention into `out`, `[num_tokens, heads, head_dim]` like q."""
+    def run(self, layer: Operands) -> None:
+        """Compute a layer's attention into `out`."""
+        kind, q, kv_cache, out, k_scale, v_scale, sinks = layer
         if kind not in self._planned:
             self._plan(kind)
         self._wrappers[kind].run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, out=out, sinks=sinks)

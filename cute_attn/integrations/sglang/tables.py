@@ -41,25 +41,25 @@ def table_step(
     return TableStep([pool.block_tables(requests, pages) for pool in pools], seq_lens.to(torch.int32), q_len)
 
 
-def attend(
-    step: TableStep,
-    kind: LayerKind,
-    q: torch.Tensor,
-    kv_cache: tuple[torch.Tensor, torch.Tensor],
-    out: torch.Tensor,
-    k_scale: Scale,
-    v_scale: Scale,
-    sinks: torch.Tensor | None,
-    *,
-    workspace: torch.Tensor,
-    layout: str,
-    max_context: int,
-) -> None:
-    """Compute a layer's attention into `out`, `[num_tokens, heads, head_dim]` like q.
+class Operands(NamedTuple):
+    """The tensors of a layer, without the rows that pad a batch."""
+
+    kind: LayerKind
+    q: torch.Tensor  # [num_tokens, heads, head_dim]
+    kv_cache: tuple[torch.Tensor, torch.Tensor]  # pages of the pool
+    out: torch.Tensor  # written; like q
+    k_scale: Scale = None
+    v_scale: Scale = None
+    sinks: torch.Tensor | None = None
+
+
+def attend(step: TableStep, layer: Operands, *, workspace: torch.Tensor, layout: str, max_context: int) -> None:
+    """Compute a layer's attention into `out`.
 
     `workspace`: uint8, `workspaces.DECODE_BYTES`, zeros. `layout`: "NHD" or "HND", of the pool. `max_context`: an upper
     bound of the keys of a request.
     """
+    kind, q, kv_cache, out, k_scale, v_scale, sinks = layer
     xqa_batch_decode_with_kv_cache(
         q,
         kv_cache,
