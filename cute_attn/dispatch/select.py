@@ -85,12 +85,10 @@ def load_of(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
     if features.chunk_invariant:
         return UNKNOWN_LOAD
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    return Load(rows, features.decode and counts_whole_segments(features) and _whole(settings, qo_len, batch_size))
-
-
-def _whole(settings: Settings, qo_len: int, batch_size: int) -> bool:
-    """Tell whether XQA gives each segment a CTA or a cluster on Hopper, by what is known without the number of keys."""
-    return rule_of(settings.features, HOPPER, shape_of(batch_size, settings, qo_len)).value[0].work in ONE_SEGMENT
+    if not features.decode or not counts_whole_segments(features):
+        return Load(rows)
+    rule = rule_of(features, HOPPER, shape_of(batch_size, settings, qo_len))  # by what is known without the keys
+    return Load(rows, rule.value[0].work in ONE_SEGMENT)
 
 
 def load_class(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:

@@ -347,7 +347,7 @@ def test_lengths_come_from_the_host_where_the_bound_is_exact() -> None:
         loc = starts(2, 4, 6 - padding)
         if padding:
             loc[3] = loc[2]
-        batch = Batch(3, 12, loc, loc, on_device, torch.zeros(3, 1, dtype=torch.int32), bound, exact, Sync)
+        batch = Batch(3, loc, loc, on_device, torch.zeros(3, 1, dtype=torch.int32), bound, exact, Sync)
         return batch.lengths(first).tolist()
 
     prefilling = torch.tensor([False, True, True])

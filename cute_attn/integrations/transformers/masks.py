@@ -87,7 +87,9 @@ def attention_mask(
     if torch.compiler.is_compiling():
         plain = mask_function is masking_utils.causal_mask_function and q_length == 1 and kept is None
         return _described(Pattern(True) if plain else None, extent, kept, exact)
-    return descriptors.marked(_described(patterns.recognise(mask_function), extent, kept, exact))
+    mask = _described(patterns.recognise(mask_function), extent, kept, exact)
+    descriptors.renewed(mask, ours=True)
+    return mask
 
 
 class Extent(NamedTuple):

@@ -190,7 +190,6 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
             exact = False if common.is_prefilling is None else common.is_prefilling
         batch = Batch(
             common.num_reqs,
-            common.num_actual_tokens,
             common.query_start_loc,
             common.query_start_loc_cpu,
             common.seq_lens,

@@ -153,7 +153,6 @@ class Batch:
     """A step's requests as vLLM describes them, padding included."""
 
     num_reqs: int
-    num_tokens: int
     query_start_loc: torch.Tensor  # int32 [num_reqs + 1] on the device
     query_start_loc_cpu: torch.Tensor  # the same on the host
     seq_lens: torch.Tensor  # int32 [num_reqs] on the device: keys, those of this step included
