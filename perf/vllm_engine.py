@@ -118,7 +118,7 @@ def host_times() -> dict[str, list[float]]:
     """Have every backend note the microseconds of its calls on the host. Most steps are decodes: so are the medians."""
     from vllm.v1.attention.backends import flash_attn, triton_attn
 
-    from cute_attn.integrations.vllm import builder, impl
+    from cute_attn.integrations.vllm import backend
 
     times: dict[str, list[float]] = {}
 
@@ -133,11 +133,11 @@ def host_times() -> dict[str, list[float]]:
 
         setattr(owner, name, timed)
 
-    impls = impl.CuteAttnImpl, flash_attn.FlashAttentionImpl, triton_attn.TritonAttentionImpl
+    impls = backend.CuteAttnImpl, flash_attn.FlashAttentionImpl, triton_attn.TritonAttentionImpl
     for owner, name in itertools.product(impls, ("forward", "do_kv_cache_update")):
         noted(owner, name)
     builders = flash_attn.FlashAttentionMetadataBuilder, triton_attn.TritonAttentionMetadataBuilder
-    for owner in (builder.CuteAttnMetadataBuilder, *builders):
+    for owner in (backend.CuteAttnMetadataBuilder, *builders):
         noted(owner, "build")
     return times
 

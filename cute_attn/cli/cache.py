@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
         help="show, verify and clear the cache of compiled kernels",
         description=(
             "show (default): number and size of cached kernels by architecture and family; `current` are those of the "
-            "present kernel sources and DSL, which alone are read. verify: reads every file; exits 1 if one is damaged "
+            "present kernel sources and DSL, which alone are used. verify: exits 1 if a file is damaged "
             "or not private. clear: removes kernels, with --yes; without it, says what would be removed."
         ),
     )
@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    found = selected(options, verify=options.action == "verify")
+    found = selected(options)
     damaged = [entry for entry in found if entry.problem]
     removed = options.action == "clear" and options.yes
     if removed:
@@ -63,13 +63,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def selected(options: argparse.Namespace, verify: bool) -> list[cache.Entry]:
+def selected(options: argparse.Namespace) -> list[cache.Entry]:
     """Returns the cached kernels that the options name."""
     arch = None if options.arch is None else archs.of_gpu(options.arch).name
     found = []
     total = sum(1 for _ in cache.directory().glob("*.artifact")) if sys.stderr.isatty() else 0
     with ProgressBar(total) as bar:
-        for entry in cache.entries(verify):
+        for entry in cache.entries():
             bar.step(entry.path.stem[:16])
             if arch is not None and entry.arch != arch:
                 continue

@@ -222,13 +222,14 @@ def emulator_errors() -> dict[str, float]:
 
 def kernel_specs(model: Model, arch_name: str) -> list[KernelSpec]:
     """Returns the kernels that prefill of the prompt and the last decode step launch on this architecture."""
-    from cute_attn.dispatch.explain import Described, described
+    from cute_attn.dispatch.explain import DEFAULTS, described
 
     arch, sms = archs.named(arch_name), archs.TYPICAL_SMS[arch_name]
     shape = {name: getattr(model, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim")}
-    prompt = Described(qo_len=model.prompt, kv_len=model.prompt, causal=True, **shape)
-    token = Described(kv_len=model.prompt + model.steps, **shape)
+    prompt = {"qo_len": model.prompt, "kv_len": model.prompt, "causal": True}
+    token = {"kv_len": model.prompt + model.steps}
     found: list[KernelSpec] = []
     for asked in (prompt, token):
-        found += [spec for spec, _ in explain.launches_of(explain.problem_of(described(asked), True), arch, sms)]
+        call = described(argparse.Namespace(**DEFAULTS | shape | asked))
+        found += [spec for spec, _ in explain.launches_of(explain.problem_of(call, True), arch, sms)]
     return list(dict.fromkeys(found))

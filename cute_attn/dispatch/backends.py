@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from cute_attn.dispatch import emulator, reference
 from cute_attn.dispatch.capabilities import Load
-from cute_attn.dispatch.families import FAMILIES, KernelFamily
+from cute_attn.dispatch.families import FAMILIES
 from cute_attn.dispatch.select import choose, chosen, load_class
 from cute_attn.kernels.host import gpu
 from cute_attn.kernels.host.gpu import Gpu
@@ -22,47 +21,11 @@ from cute_attn.problem import (
 )
 from cute_attn.runtime.staging import Staging
 
-
-class Implementation(Protocol):
-    """Interface of every backend: that of a `KernelFamily` on the device of the settings."""
-
-    def prepare(self, settings: Settings) -> Runner: ...
-
-    def plan(
-        self, settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
-    ) -> Runner | None: ...
-
-    def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]: ...
-
-
-@dataclass(frozen=True)
-class OnGpu:
-    """A kernel family on the CUDA device that the settings name."""
-
-    family: KernelFamily
-
-    def prepare(self, settings: Settings) -> Runner:
-        return self.family.prepare(settings, _gpu_of(settings))
-
-    def plan(
-        self, settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
-    ) -> Runner | None:
-        return self.family.plan(settings, lengths, limits, staging, _gpu_of(settings))
-
-    def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-        arch, _, sms = _gpu_of(settings)
-        return self.family.schedule(settings, lengths, limits.unlimited(), arch, sms).workspace()
+OTHERS: dict[str, Any] = {"reference": reference, "emulator": emulator}  # what plays the part of a family on a device
 
 
 def _gpu_of(settings: Settings) -> Gpu:
     return gpu.of_device(settings.features.device.index)
-
-
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    **{name: OnGpu(family) for name, family in FAMILIES.items()},
-    "reference": reference,
-    "emulator": emulator,
-}
 
 
 def run(problem: Request, backend: str = "auto") -> Fire | None:
@@ -76,4 +39,29 @@ def run(problem: Request, backend: str = "auto") -> Fire | None:
 
 
 def _runner(settings: Settings, backend: str, load: Load) -> Runner:
-    return IMPLEMENTATIONS[chosen(settings.features, backend, load).name].prepare(settings)
+    name = chosen(settings.features, backend, load).name
+    if name in FAMILIES:
+        return FAMILIES[name].prepare(settings, _gpu_of(settings))
+    runner: Runner = OTHERS[name].prepare(settings)
+    return runner
+
+
+def plan(
+    name: str, settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
+) -> Runner | None:
+    """Returns what runs batches of these settings and lengths on a backend; None: `TiledFamily.plan`."""
+    if name in FAMILIES:
+        return FAMILIES[name].plan(settings, lengths, limits, staging, _gpu_of(settings))
+    runner: Runner | None = OTHERS[name].plan(settings, lengths, limits, staging)
+    return runner
+
+
+def workspace(name: str, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
+    """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
+    if name == "reference":
+        return 0, 0
+    if name == "emulator":
+        family, on = emulator.emulated_batch(settings, lengths, limits)
+    else:
+        family, on = FAMILIES[name], _gpu_of(settings)
+    return family.schedule(settings, lengths, limits.unlimited(), on.arch, on.sms).workspace()

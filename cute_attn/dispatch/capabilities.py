@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from cute_attn.kernels.fa2.tiles import WIDE_HEAD_DIMS, tile_dims
-from cute_attn.kernels.rules import MOST, Rule, above, first, up_to
 from cute_attn.kernels.xqa.spec import is_head_dim
 from cute_attn.problem import Features
 from cute_attn.request.settings import FP8, HALF
 from cute_attn.runtime.arch import ARCHS, Arch
-
-COMMON_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
-
 
 XQA_HEAD_DIMS = (
     "multiples of 8 (of 16 with 8-bit k and v) from 16 to 256 and of twice that to 512; with NVFP4 64, 128, 256 and 512"
@@ -36,33 +32,96 @@ class Load(NamedTuple):
 UNKNOWN_LOAD = Load()
 
 
-Pass = Rule[str]  # why "auto" passes a backend over, with what is known of the problem in braces; empty: it does not
+class Pass(NamedTuple):
+    """Why "auto" passes a backend over; empty: it does not. `note`: what was measured there."""
+
+    why: str = ""
+    note: str = ""
 
 
-def _known(features: Features, load: Load, arch: Arch | None) -> dict[str, Any]:
-    """Return what rules of selection may ask for."""
-    fp8 = features.kv_dtype in FP8 and features.q_dtype not in FP8
-    return {
-        "arch": arch and arch.name,
-        "bits": 8 * features.kv_dtype.itemsize,
-        "chunk_invariant": features.chunk_invariant,
-        "head_dim": features.head_dim_qk,
-        "keys": "nvfp4" if features.kv_block_scales else "fp8" if fp8 else "",
-        "rotated": features.pos_encoding_mode == "ROPE_LLAMA",
-        **load._asdict(),
-    }
+TAKEN = Pass()
 
 
-def _at_least(rows: int, **when: Collection[Any]) -> Pass:
-    return Rule(f"{{rows}} query rows per kv head are fewer than {rows}", {**when, "rows": up_to(rows - 1)})
+def _at_least(rows: int, load: Load) -> Pass:
+    """Pass over a backend that is slower below so many rows."""
+    few = load.rows is not None and load.rows < rows
+    return Pass(f"{load.rows} query rows per kv head are fewer than {rows}") if few else TAKEN
 
 
-def _up_to(rows: int, note: str, whole: Collection[bool] = (False, True), **when: Collection[Any]) -> list[Pass]:
-    """Make the rules of a backend that is faster up to so many rows. `note`: what was measured there; `whole`: the
-    values of `Load.whole` for which it is faster.
+def _of_fa4(features: Features, load: Load, arch: Arch) -> Pass:
+    if features.chunk_invariant:
+        return Pass(
+            "its results depend on how a prompt is cut into chunks: fixed splits ask that they do not",
+            "masked tiles use fewer polynomials for exp2 than others",
+        )
+    return _at_least(MANY_ROWS, load)  # as fa3
+
+
+# Measured on an H100 at 4096 tokens (docs/kernels/fa3.md, fp8.md): 1.2 to 2.6 times as fast as fa2. Tiles of 33 to 64
+# rows take as long: over e4m3 1.1 to 1.9 times as fast, docs/kernels/xqa.md.
+MANY_ROWS, MANY_ROWS_OVER_FEWER_BITS = 65, 33
+
+
+def _of_fa3(features: Features, load: Load, arch: Arch) -> Pass:
+    return _at_least(MANY_ROWS_OVER_FEWER_BITS if features.kv_dtype.itemsize == 1 else MANY_ROWS, load)
+
+
+class Faster(NamedTuple):
+    """Where XQA is faster than fa2: up to so many rows, which share one read of the keys, but for 16 at head dimension
+    512; over 8 and 4 bits also those of two reads, three at 256.
     """
-    more = Rule(f"{{rows}} query rows per kv head are more than {rows}", {**when, "rows": above(rows)})
-    return [more, Rule("", {**when, "whole": whole}, note)]
+
+    rows: int
+    note: str  # what was measured (`perf.run decode-choice`)
+    archs: Collection[str] = ARCHS
+    whole: bool = False  # only where `Load.whole`
+
+
+# By bits of k and v, and head dimension. Over 8 bits 1.3 to 2 times as fast (docs/kernels/xqa.md), over bf16 at 256 and
+# 512 0.26 to 1.05.
+_E4M3 = "over e4m3 1.1 to 2.2 times as fast as fa2, but 0.85 for one request of one kv head (H100, H200)"
+_BF16 = "0.97 to 1.2 times as fast as fa2 (H100, H200)"
+_BF16_128 = "1.03 times as fast as fa2 in the mean of 48 batches, 0.91 (2 requests, one kv head) to 1.23 (H100)"
+_BF16_256 = "one request 1.08 to 1.9 times as fast as fa2 (H100), windows of up to 512 keys 1.07 to 2.1 (H200)"
+XQA_FASTER = {
+    **{(8, dim): Faster(16, _E4M3) for dim in (32, 80, 112, 512)},
+    **{(8, dim): Faster(32, _E4M3) for dim in (64, 96, 128)},
+    (8, 256): Faster(24, _E4M3),
+    **{(16, dim): Faster(16, _BF16) for dim in (32, 64, 96, 112)},
+    (16, 128): Faster(16, _BF16_128, ("sm_90a",)),
+    (16, 256): Faster(16, _BF16_256, ("sm_90a",), whole=True),
+}
+
+
+def _faster(features: Features) -> Faster | None:
+    return XQA_FASTER.get((8 * features.kv_dtype.itemsize, features.head_dim_qk))
+
+
+def _of_xqa(features: Features, load: Load, arch: Arch) -> Pass:
+    dim, faster = features.head_dim_qk, _faster(features)
+    if faster is None or arch.name not in faster.archs:
+        return Pass(f"head dimension {dim} in {8 * features.kv_dtype.itemsize} bits")
+    if load.rows is not None and load.rows > faster.rows:
+        return Pass(f"{load.rows} query rows per kv head are more than {faster.rows}")
+    if faster.whole and not load.whole:
+        return Pass(f"head dimension {dim}, but for one request and short windows")
+    return Pass("", faster.note)
+
+
+def counts_whole_segments(features: Features) -> bool:
+    """Tell whether selection depends on `Load.whole` over such a cache."""
+    faster = _faster(features)
+    return faster is not None and faster.whole
+
+
+def _rows_classes(bits: int) -> list[int]:
+    """Return the packed query rows from which on selection may differ over k and v of so many bits per element."""
+    of_fa3 = (MANY_ROWS_OVER_FEWER_BITS,) if bits == 8 else ()
+    of_xqa = [faster.rows + 1 for (over, _), faster in XQA_FASTER.items() if over == bits]
+    return sorted({0, MANY_ROWS, *of_fa3, *of_xqa})
+
+
+ROWS_CLASSES = {bits: _rows_classes(bits) for bits in (8, 16)}  # finer ones would make plans anew instead of following
 
 
 @dataclass(frozen=True)
@@ -73,27 +132,18 @@ class Backend:
     runs_on: str
     auto_on: tuple[str, ...]  # device types on which "auto" considers it
     archs: Collection[str] | None  # the architectures that it is built for; None: any device
-    passed_over: tuple[Pass, ...] = ()  # the first that applies says whether it is
+    passed_over: Callable[[Features, Load, Arch], Pass] | None = None  # on GPUs; None: it never is
 
     def runs(self, arch: Arch | None) -> bool:
         """Return whether it has kernels for an architecture (None: the CPU)."""
         return self.archs is None or (arch is not None and arch.name in self.archs)
 
     def preference(self, features: Features, load: Load, arch: Arch | None) -> Pass:
-        """Return the rule that says whether "auto" prefers others to this backend on `arch` although it supports
-        `features`, in words that name these.
-        """
-        if features.q_dtype in FP8 or features.device_lengths:
+        """Return whether "auto" prefers others to this backend on `arch` although it supports `features`."""
+        if self.passed_over is None or arch is None or features.q_dtype in FP8 or features.device_lengths:
             return TAKEN  # only one backend of a GPU supports fp8 q, and only one lengths on the device
-        known = _known(features, load, arch)
-        rule = first((*self.passed_over, TAKEN), known)
-        return Rule(rule.value.format(**known), rule.when, rule.note)
+        return self.passed_over(features, load, arch)
 
-
-TAKEN: Pass = Rule("", {})
-# Measured on H100 and H200 (`perf.run decode-choice`) beside fa2. Over bf16 at 256 and 512 0.26 to 1.05.
-_E4M3 = "over e4m3 1.1 to 2.2 times as fast as fa2, but 0.85 for one request of one kv head (H100, H200)"
-_HOPPER: dict[str, Collection[Any]] = {"bits": (16,), "arch": ("sm_90a",)}
 
 BACKENDS = (  # in the order in which "auto" considers them
     Backend(
@@ -101,80 +151,13 @@ BACKENDS = (  # in the order in which "auto" considers them
         "NVIDIA data-centre Blackwell (compute capability 10.0, 10.3; emulated, not yet run on hardware)",
         ("cuda",),
         ("sm_100a", "sm_103a"),
-        passed_over=(
-            Rule(
-                "its results depend on how a prompt is cut into chunks: fixed splits ask that they do not",
-                {"chunk_invariant": (True,)},
-                "masked tiles use fewer polynomials for exp2 than others",
-            ),
-            _at_least(65),  # as fa3
-        ),
+        _of_fa4,
     ),
-    Backend(
-        "fa3",
-        "NVIDIA Hopper (compute capability 9.0)",
-        ("cuda",),
-        ("sm_90a",),
-        # Measured on an H100 at 4096 tokens (docs/kernels/fa3.md, fp8.md): 1.2 to 2.6 times as fast as fa2. Tiles of 33
-        # to 64 rows take as long: over e4m3 1.1 to 1.9 times as fast, docs/kernels/xqa.md.
-        passed_over=(_at_least(65, rotated=(True,)), _at_least(33, keys=("fp8", "nvfp4")), _at_least(65, keys=("",))),
-    ),
-    Backend(
-        "xqa",
-        "NVIDIA GPUs from compute capability 8.0, decode",
-        ("cuda",),
-        ARCHS,
-        passed_over=(
-            # Rows that share one read of the keys, but for 16 at head dimension 512; over 8 and 4 bits also those of
-            # two reads, three at 256: 1.3 to 2 times as fast as fa2 (docs/kernels/xqa.md).
-            *_up_to(16, _E4M3, bits=(8,), head_dim=(32, 80, 112, 512)),
-            *_up_to(32, _E4M3, bits=(8,), head_dim=(64, 96, 128)),
-            *_up_to(24, _E4M3, bits=(8,), head_dim=(256,)),
-            *_up_to(16, "0.97 to 1.2 times as fast as fa2 (H100, H200)", bits=(16,), head_dim=(32, 64, 96, 112)),
-            *_up_to(
-                16,
-                "1.03 times as fast as fa2 in the mean of 48 batches, 0.91 (2 requests, one kv head) to 1.23 (H100)",
-                **_HOPPER,
-                head_dim=(128,),
-            ),
-            *_up_to(
-                16,
-                "one request 1.08 to 1.9 times as fast as fa2 (H100), windows of up to 512 keys 1.07 to 2.1 (H200)",
-                **_HOPPER,
-                head_dim=(256,),
-                whole=(True,),
-            ),
-            Rule("head dimension {head_dim}, but for one request and short windows", {**_HOPPER, "head_dim": (256,)}),
-            Rule("head dimension {head_dim} in {bits} bits", {}),
-        ),
-    ),
+    Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), ("sm_90a",), _of_fa3),
+    Backend("xqa", "NVIDIA GPUs from compute capability 8.0, decode", ("cuda",), ARCHS, _of_xqa),
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), ARCHS),
     Backend("reference", "any device, in torch", ("cpu",), None),
 )
-
-
-_RULES = [rule for backend in BACKENDS for rule in backend.passed_over]
-
-
-def _rows_classes(bits: int) -> list[int]:
-    """Return the packed query rows from which on selection may differ over k and v of so many bits per element."""
-    rows = [rule.when.get("rows") for rule in _RULES if _concerns(rule, bits)]
-    return sorted({0, *(n for x in rows if isinstance(x, range) for n in (x.start, x.stop) if n < MOST)})
-
-
-def _concerns(rule: Pass, bits: int) -> bool:
-    """Tell whether a rule may apply to k and v of so many bits. Only those of 8 bits are prepared by the kernel."""
-    return bits in rule.when.get("bits", (bits,)) and (bits == 8 or "" in rule.when.get("keys", ("",)))
-
-
-ROWS_CLASSES = {bits: _rows_classes(bits) for bits in (8, 16)}  # finer ones would make plans anew instead of following
-_WHOLE = [rule.when for rule in _RULES if False not in rule.when.get("whole", (False,))]
-
-
-def counts_whole_segments(features: Features) -> bool:
-    """Tell whether selection depends on `Load.whole` over such a cache."""
-    bits, dim = 8 * features.kv_dtype.itemsize, features.head_dim_qk
-    return any(bits in when["bits"] and dim in when["head_dim"] for when in _WHOLE)
 
 
 # Not in the support table: it supports what the GPU backend supports whose kernels it runs.
@@ -199,7 +182,9 @@ class Unsupported(NamedTuple):
 
 @dataclass(frozen=True)
 class Capability:
-    """One row of the table: a feature of problems and the backends that do not support it; all others do."""
+    """One row of the table: a feature of problems and the backends that do not support it; all others do. What all
+    support needs a row only where it is a dtype.
+    """
 
     feature: str
     needed: Callable[[Features], bool]  # tells whether features need it
@@ -232,10 +217,6 @@ def _no_xqa_head_dim(features: Features) -> bool:
     return features.head_dim_qk != features.head_dim_vo or not is_head_dim(features.head_dim_qk, kv_bits)
 
 
-def _always(features: Features) -> bool:
-    return True
-
-
 def _head_dims(features: Features) -> tuple[int, int]:
     return features.head_dim_qk, features.head_dim_vo
 
@@ -244,9 +225,8 @@ def _multiples(features: Features, n: int) -> bool:
     return all(dim % n == 0 for dim in _head_dims(features))
 
 
-def _uncommon_head_dims(features: Features) -> bool:
-    dims = _head_dims(features)
-    return dims not in COMMON_HEAD_DIMS and dims != WIDE_HEAD_DIMS and tile_dims(dims) is not None
+def _has_tiles(features: Features) -> bool:
+    return tile_dims(_head_dims(features)) is not None
 
 
 CAPABILITIES = (
@@ -260,7 +240,7 @@ CAPABILITIES = (
     ),
     Capability(
         "q of an fp8 dtype with a head dimension that is no multiple of 16",
-        lambda f: f.q_dtype in FP8 and _uncommon_head_dims(f) and not _multiples(f, 16),
+        lambda f: f.q_dtype in FP8 and _has_tiles(f) and not _multiples(f, 16),
         _no("it copies rows of q in units of 16 bytes", "pad q, k and v with zeros, and pass sm_scale", "fa2"),
     ),
     Capability(
@@ -321,22 +301,20 @@ CAPABILITIES = (
         _no("older GPUs run a kernel without that conversion", "a 16-bit out", "xqa"),
         below=(9, 0),
     ),
-    Capability("head dimensions 64, 128 and 256", lambda f: _head_dims(f) in COMMON_HEAD_DIMS),
     Capability(
         "head dimension 512",
         lambda f: _head_dims(f) == WIDE_HEAD_DIMS,
         _no("its output fills tensor memory, where scores lie too", _FA2, "fa4")
         | _no("its output exceeds the registers of an MMA warpgroup", _FA2, "fa3"),
     ),
-    Capability("head dimensions (qk, vo) that are other multiples of 8 up to 256, equal or not", _uncommon_head_dims),
     Capability(
         "other head dimensions",
-        lambda f: tile_dims(_head_dims(f)) is None,
+        lambda f: not _has_tiles(f),
         _no("it has no tiles for them", "pad q, k and v with zeros, and pass sm_scale", "fa4", "fa3", "fa2"),
     ),
     Capability(
         "k and v of an fp8 dtype with a head dimension that is no multiple of 16",
-        lambda f: f.kv_dtype in FP8 and _uncommon_head_dims(f) and not _multiples(f, 16),
+        lambda f: f.kv_dtype in FP8 and _has_tiles(f) and not _multiples(f, 16),
         _no("it copies rows in units of 16 bytes", _HALF_ALIGNED, "fa4", "fa3"),
     ),
     Capability(
@@ -354,14 +332,11 @@ CAPABILITIES = (
             "xqa",
         ),
     ),
-    Capability("any num_qo_heads / num_kv_heads", _always),
-    Capability("decode: few query tokens per request, each of which sees the keys up to its own", lambda f: f.decode),
     Capability(
         "prefill",
         lambda f: not f.decode,
         _no("its rows are a few newest tokens of a request", 'backend="auto", or a decode function', "xqa"),
     ),
-    Capability("causal mask, sliding window, any lengths", _always),
     Capability(
         "custom masks, boolean and packed",
         lambda f: f.custom_mask,
@@ -397,7 +372,7 @@ CAPABILITIES = (
     ),
     Capability(
         "pos_encoding_mode ROPE_LLAMA with a head dimension that is no multiple of 16",
-        lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and _uncommon_head_dims(f) and f.head_dim_qk % 16 != 0,
+        lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and _has_tiles(f) and f.head_dim_qk % 16 != 0,
         _no("it rotates eight pairs of dimensions at a time", "rotate q and k first", "fa3", "fa2"),
     ),
     Capability(
@@ -410,15 +385,11 @@ CAPABILITIES = (
         lambda f: f.pos_encoding_mode == "ALIBI",
         _no("its softmax has no step for it", _FA2, "xqa"),
     ),
-    Capability("attention sinks", lambda f: f.sinks),
-    Capability("q_scale, k_scale, v_scale as numbers or device tensors", _always),
-    Capability("lse, base 2 or natural (lse_base)", _always),
     Capability(
         "batches with ragged k and v",
         lambda f: f.kv_source == "ragged",
         _no("it finds the keys of a batch through page tables", _FA2, "xqa"),
     ),
-    Capability("batches with paged k and v", lambda f: f.kv_source == "paged"),
     Capability(
         "lengths and page tables on the device, without a plan (xqa_batch_decode_with_kv_cache)",
         lambda f: f.device_lengths,

@@ -68,17 +68,11 @@ def plan(
     """Returns what runs batches of these settings and lengths on the architecture that is emulated now, even
     if another one is emulated later; None: `TiledFamily.plan`.
     """
-    family, gpu = _emulated(batch_settings, load_of_batch(batch_settings, lengths, limits))
+    family, gpu = emulated_batch(batch_settings, lengths, limits)
     planned = family.plan(batch_settings, lengths, limits, staging, gpu)
     if isinstance(lengths, DeviceLengths):
         staging.write_within(functools.partial(_written, lengths, staging))
     return None if planned is None else EmulatedBatchRun(planned, (gpu, family.name), staging)
-
-
-def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-    """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
-    family, gpu = _emulated(batch_settings, load_of_batch(batch_settings, lengths, limits))
-    return family.schedule(batch_settings, lengths, limits.unlimited(), gpu.arch, gpu.sms).workspace()
 
 
 def emulated_gpu() -> Gpu:
@@ -91,6 +85,13 @@ def _emulated(asked: Settings, load: Load) -> tuple[KernelFamily, Gpu]:
     """Returns the family whose kernels run requests of these settings and this load, and the GPU that is emulated."""
     gpu = emulated_gpu()
     return FAMILIES[emulated(asked.features, gpu.arch, load).name], gpu
+
+
+def emulated_batch(
+    asked: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits
+) -> tuple[KernelFamily, Gpu]:
+    """Returns the family whose kernels run a batch, and the GPU that is emulated."""
+    return _emulated(asked, load_of_batch(asked, lengths, limits))
 
 
 class EmulatedRun(Runner):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,17 +26,6 @@ class Verdict(NamedTuple):
     verdict: str
     why: str
     refusals: tuple[Refusal, ...] = ()
-
-
-class Described(SimpleNamespace):
-    """A single request in words, and the options of a call with tensors: the keywords of `explain`."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**{**DEFAULTS, **given})
-
-    def changed(self) -> list[str]:
-        """Names of the keywords that are not at their defaults."""
-        return [name for name, default in DEFAULTS.items() if getattr(self, name) != default]
 
 
 NVFP4 = "nvfp4"  # a `kv_dtype` that torch has no name for
@@ -101,18 +89,19 @@ def explain(
       fa3: chosen: the first of fa4, fa3, xqa, fa2 that takes it and is not passed over
     """
     given = locals()
-    options = Described(**{name: given[name] for name in DEFAULTS})
+    options = Namespace(**{name: given[name] for name in DEFAULTS})
+    changed = [name for name, default in DEFAULTS.items() if given[name] != default]
     checks.boolean("custom_mask", custom_mask)
     checks.boolean("sinks", sinks)
     if rows is not None and (not isinstance(asked, Features) or checks.integer("rows", rows) < 1):
         raise ArgumentError(f"rows must be None, or at least 1 with Features, got {checks.describe(rows)}")
     found = _arch(arch)
     if isinstance(asked, (Features, Problem, DecodeProblem)):
-        _refuse_keywords(options.changed(), "Features")
+        _refuse_keywords(changed, "Features")
         features = asked if isinstance(asked, Features) else asked.features
         load = Load(rows) if isinstance(asked, Features) else select.load_of(asked.settings, asked.qo_len)
     else:
-        call = described(options) if asked is None else _with_tensors(asked, options)
+        call = described(options) if asked is None else _with_tensors(asked, options, changed)
         problem = single.problem(call)
         features = problem.features
         load = select.load_of(problem.settings, problem.qo_len)
@@ -143,17 +132,19 @@ def _refuse_keywords(names: list[str], asked: str) -> None:
         raise ArgumentError(f"{', '.join(names)} must not be given with {asked}, which already tell")
 
 
-def _with_tensors(asked: Any, options: Described) -> Call:
-    """Return the call of tensors (q, k, v) with options."""
+def _with_tensors(asked: Any, options: Namespace, changed: list[str]) -> Call:
+    """Return the call of tensors (q, k, v) with options, of which these are `changed`."""
     if not (isinstance(asked, (tuple, list)) and len(asked) == 3 and all(isinstance(x, torch.Tensor) for x in asked)):
         raise ArgumentError(f"asked must be Features, tensors (q, k, v) or None, got {checks.describe(asked)}")
-    _refuse_keywords([name for name in options.changed() if name in OF_TENSORS], "tensors")
+    _refuse_keywords([name for name in changed if name in OF_TENSORS], "tensors")
     q, k, v = asked
     return _call(q, k, v, options)
 
 
-def described(options: Described | Namespace) -> Call:
-    """Return a call as described. Its tensors are never read or written, so they take no memory."""
+def described(options: Namespace) -> Call:
+    """Return the call of a single request in words: of the keywords of `explain`. Its tensors are never read or
+    written, so they take no memory.
+    """
     head_dim_vo = options.head_dim if options.head_dim_vo is None else options.head_dim_vo
     for name in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo"):
         value = head_dim_vo if name == "head_dim_vo" else getattr(options, name)
@@ -192,7 +183,7 @@ def _nvfp4_cache(
     return data, tuple(scales)
 
 
-def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Any) -> Call:
+def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Namespace) -> Call:
     qo_len = q.shape[0] if q.dim() == 3 else 1
     kv_len = k.shape[1 if options.kv_layout == "HND" else 0] if k.dim() == 3 else 0
     mask_bytes = (qo_len * kv_len + 7) // 8
@@ -223,8 +214,8 @@ def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]
             found.append(Verdict(backend.name, REFUSED, "", tuple(refusals)))
         elif backend in able[:1]:
             found.append(Verdict(backend.name, CHOSEN, _why_chosen(features, rule, able) + note))
-        elif rule.value:
-            found.append(Verdict(backend.name, PASSED_OVER, f"{rule.value}: another backend is faster there{note}"))
+        elif rule.why:
+            found.append(Verdict(backend.name, PASSED_OVER, f"{rule.why}: another backend is faster there{note}"))
         else:
             found.append(Verdict(backend.name, ABLE, f'taken only with backend="{backend.name}"'))
     return found
@@ -233,7 +224,7 @@ def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]
 def _why_chosen(features: Features, rule: Pass, able: list[Backend]) -> str:
     if len(able) == 1:
         return "CPU tensors run on it" if features.device.type == "cpu" else "no other backend of this GPU takes it"
-    if rule.value:
+    if rule.why:
         return "all that take it are passed over for others where they can, and it comes first"
     order = ", ".join(b.name for b in BACKENDS if features.device.type in b.auto_on)
     return f"the first of {order} that takes it and is not passed over"
@@ -248,7 +239,8 @@ def text(features: Features, arch: Arch | None, load: Load) -> str:
     for each in found:
         if each.verdict == REFUSED:
             lines.append(f"  {each.backend}: refused")
-            lines += [f"    {_reason(refusal) if chosen else refusal}" for refusal in each.refusals]
+            reasons = map(str, each.refusals)
+            lines += [f"    {reason.partition(' Instead: ')[0] if chosen else reason}" for reason in reasons]
         elif each.verdict == PASSED_OVER:
             lines.append(f"  {each.backend}: able, passed over: {each.why}")
         else:
@@ -256,8 +248,3 @@ def text(features: Features, arch: Arch | None, load: Load) -> str:
     if not chosen:
         lines.append("  no backend of a GPU takes this problem")
     return "\n".join(lines)
-
-
-def _reason(refusal: Refusal) -> str:
-    backend, feature, reason, _ = refusal
-    return f"{backend} refuses {feature}: {reason}."

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from cute_attn.kernels.combine.spec import CombineSpec, rows_of_warps
-from cute_attn.kernels.host.combine import NO_MERGES, ROW_FIELDS
+from cute_attn.kernels.host.combine import FINAL_ROLES, NO_MERGES, ROW_FIELDS, STRIDE_FIELDS
 from cute_attn.kernels.host.gpu import Gpu, has_run, load
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import short
@@ -65,18 +65,14 @@ def _bound(layout: tuple[int, int, int, float], out_dtype: str, gpu: Gpu) -> Bou
     num_states, step, head_dim, lse_scale = layout
     loaded = load(CombineSpec(out_dtype, head_dim), gpu.arch.name, gpu.device_index, gpu.arch.pdl)
     row_bytes = head_dim * getattr(torch, out_dtype).itemsize
-    static: dict[str, int | float] = {
+    static = {
         "qo_len": step,
-        "num_qo_heads": 1,
         "num_splits": num_states,
-        "o_stride_n": row_bytes,
-        "o_stride_h": row_bytes,
-        "v_scale": 1.0,
-        "v_scale_ptr": 0,
-        "sinks": 0,
         "lse_scale": lse_scale,
-        "num_kv_heads": 1,
-        "group": 1,
+        **dict.fromkeys(("num_qo_heads", "num_kv_heads", "group"), 1),
+        **dict.fromkeys(STRIDE_FIELDS, row_bytes),
+        "v_scale": 1.0,
+        **dict.fromkeys(FINAL_ROLES, 0),
         **NO_MERGES,
     }
     return loaded.bind(static, FIELDS)

@@ -27,11 +27,6 @@ def prepare(settings: Settings) -> ReferenceRun:
     return ReferenceRun(attention.run_decode if settings.features.device_lengths else attention.run)
 
 
-def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-    """Returns (0, 0): neither workspace nor records are used."""
-    return 0, 0
-
-
 def plan(
     settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
 ) -> ReferenceRun | None:

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 CACHE_SIZE = 256  # settings: more than the layers of a model have
 HOPPER = archs.named("sm_90a")
+NOT_IN_TITLES = {"positive_scale", "kv_block_scales", "decode", "own_splits", "large_cache", "loose_scales"}
 # Most packed query rows of some kernel of decode (pairs of rows of NVFP4, blocks of rows) or limit of selection.
 ROW_STEPS = (4, 8, 16, 24, ROWS_OF_DECODE)
 
@@ -63,24 +64,19 @@ def _warn_of_cpu_only(features: Features) -> None:
     global _warned_of_cpu_only
     if _warned_of_cpu_only:
         return
-    reason = _refusal_of_gpus(features)
-    if reason is not None:
-        _warned_of_cpu_only = True
-        warnings.warn(
-            f"these CPU tensors run on the reference, but no backend runs such a problem on a GPU: {reason} "
-            '`python -m cute_attn explain --arch sm_90a ...` tells what a GPU takes, and backend="emulator" runs a '
-            "GPU's kernels on CPU tensors.",
-            stacklevel=2,
-        )
-
-
-def _refusal_of_gpus(features: Features) -> Refusal | None:
-    """Return a reason of fa2, which runs on every GPU, if no backend takes `features` on any architecture."""
     on_gpu = features._replace(device=torch.device("cuda"))
     gpus = [backend for backend in BACKENDS if "cuda" in backend.auto_on]
     reasons = [(b.name, reasons_against(b, on_gpu, arch)) for arch in archs.ARCHS.values() for b in gpus]
-    of_fa2 = [found for name, found in reasons if name == "fa2"]
-    return of_fa2[-1][-1] if all(found for _, found in reasons) else None
+    if not all(found for _, found in reasons):
+        return
+    _warned_of_cpu_only = True
+    *_, of_fa2 = [found for name, found in reasons if name == "fa2"]  # which runs on every GPU
+    warnings.warn(
+        f"these CPU tensors run on the reference, but no backend runs such a problem on a GPU: {of_fa2[-1]} "
+        '`python -m cute_attn explain --arch sm_90a ...` tells what a GPU takes, and backend="emulator" runs a '
+        "GPU's kernels on CPU tensors.",
+        stacklevel=2,
+    )
 
 
 def load_of(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
@@ -89,12 +85,10 @@ def load_of(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
     if features.chunk_invariant:
         return UNKNOWN_LOAD
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    return Load(rows, features.decode and counts_whole_segments(features) and _whole(settings, qo_len, batch_size))
-
-
-def _whole(settings: Settings, qo_len: int, batch_size: int) -> bool:
-    """Tell whether XQA gives each segment a CTA or a cluster on Hopper, by what is known without the number of keys."""
-    return rule_of(settings.features, HOPPER, shape_of(batch_size, settings, qo_len)).value[0].work in ONE_SEGMENT
+    if not features.decode or not counts_whole_segments(features):
+        return Load(rows)
+    rule = rule_of(features, HOPPER, shape_of(batch_size, settings, qo_len))  # by what is known without the keys
+    return Load(rows, rule.value[0].work in ONE_SEGMENT)
 
 
 def load_class(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
@@ -223,7 +217,7 @@ def candidates(features: Features, backend: Any, load: Load, arch: Arch | None) 
     """Return the backends that may run `features`, best first."""
     if checked_name(backend) == "auto":
         automatic = [b for b in BACKENDS if features.device.type in b.auto_on]
-        return tuple(sorted(automatic, key=lambda b: b.preference(features, load, arch).value != ""))
+        return tuple(sorted(automatic, key=lambda b: b.preference(features, load, arch).why != ""))
     return (BY_NAME[backend],)
 
 
@@ -246,21 +240,7 @@ def title(features: Features, arch: Arch | None) -> str:
         f"head dimensions {f.head_dim_qk}, {f.head_dim_vo}",
         "" if f.kv_source == "dense" else f"{f.kv_source} batch",
         "" if f.pos_encoding_mode == "NONE" else f.pos_encoding_mode,
-        *(
-            name if getattr(f, name) else ""
-            for name in (
-                "custom_mask",
-                "multi_item",
-                "key_ranges",
-                "soft_cap",
-                "per_head_scales",
-                "sinks",
-                "expanded",
-                "half_aligned_kv",
-                "device_lengths",
-                "draft_mask",
-            )
-        ),
+        *(name for name, value in f._asdict().items() if value is True and name not in NOT_IN_TITLES),
         "" if f.positive_scale else "scale of unknown or negative sign",
     ]
     return "; ".join(part for part in parts if part)

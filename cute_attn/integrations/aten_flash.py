@@ -19,6 +19,8 @@ from cute_attn.integrations import workspaces
 from cute_attn.prefill import single_prefill_with_kv_cache
 from cute_attn.request import checks, unplanned
 from cute_attn.request.unplanned import NOWHERE, Keys, Lengths
+from cute_attn.runtime import capture
+from cute_attn.runtime.staging import is_capturing
 from cute_attn.wrappers import planned_prefill
 from cute_attn.wrappers.planned_prefill import Structure
 from cute_attn.xqa import xqa_batch_decode_with_kv_cache
@@ -44,17 +46,20 @@ class Operands(NamedTuple):
 
 
 class Band(NamedTuple):
-    """The keys that a query token sees: up to its own position if causal, and window_left before it (-1: all)."""
+    """The keys that a query token sees: up to its own position if causal, and window_left before it (-1: all). `scale`:
+    of the scores; None: the default.
+    """
 
     causal: bool
-    window_left: int
+    window_left: int = -1
+    scale: float | None = None
 
     @classmethod
-    def of(cls, is_causal: bool, left: int | None, right: int | None) -> Band:
+    def of(cls, is_causal: bool, left: int | None, right: int | None, scale: float | None) -> Band:
         """Return the band of aten's arguments, in which None and -1 are no bound; a bound right of 0 is refused."""
         if right is not None and right > 0 and not is_causal:
             _refuse(f"window_size_right={right}", "windows end at the query's own position", "window_size (left, 0)")
-        return cls(is_causal or right == 0, -1 if left is None or left < 0 else left)
+        return cls(is_causal or right == 0, -1 if left is None or left < 0 else left, scale)
 
 
 # ---- aten's operators
@@ -91,27 +96,16 @@ def scaled_dot_product_flash_attention(
     """
     _check(dropout_p, return_debug_mask, query=query, key=key, value=value)
     out = torch.empty_like(query)
-    lse = dense(Operands(query, key, value, out), Band(is_causal, -1), scale)
+    lse = dense(Operands(query, key, value, out), Band(is_causal, scale=scale))
     return out, lse, None, None, query.shape[2], key.shape[2], *_unused(query)
 
 
-def flash_attention_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    **options: Any,
-) -> tuple[Any, ...]:
+def flash_attention_forward(query: torch.Tensor, *others: Any, **options: Any) -> tuple[Any, ...]:
     """Compute `aten::_flash_attention_forward`.
 
     Parameters
     ----------
+    others : the parameters of `flash_attention_into` that follow query.
     query, key, value : `[batch_size, tokens, heads, head_dim]`, or with `cum_seq_q` `[tokens, heads, head_dim]`.
     cum_seq_q, cum_seq_k : None, or int32 `[batch_size + 1]`: where the tokens of each request start. They are read on
         the host: a synchronisation per call, which no CUDA graph can capture.
@@ -131,11 +125,7 @@ def flash_attention_forward(
     ArgumentError (gradients are required), NotSupported (what is refused above, alibi_slopes, or no backend takes).
     """
     out = torch.empty_like(query)
-    lengths = cum_seq_q, cum_seq_k, max_q, max_k
-    lse = flash_attention_into(
-        out, query, key, value, *lengths, dropout_p, is_causal, return_debug_mask, **options
-    )  # fmt: skip
-    return out, lse, *_unused(query)
+    return out, flash_attention_into(out, query, *others, **options), *_unused(query)
 
 
 def flash_attention_into(
@@ -157,18 +147,18 @@ def flash_attention_into(
     dropout_p, is_causal, return_debug_mask = flags
     _check(dropout_p, return_debug_mask, out=out, query=query, key=key, value=value)
     options = {name: option for name, option in options.items() if option is not None and name != "num_splits"}
-    operands, scale = Operands(query, key, value, out), options.pop("scale", None)
-    band = Band.of(is_causal, options.pop("window_size_left", None), options.pop("window_size_right", None))
+    operands, given = Operands(query, key, value, out), ("window_size_left", "window_size_right", "scale")
+    band = Band.of(is_causal, *(options.pop(name, None) for name in given))
     seq_lens, tables = options.pop("seqused_k", None), options.pop("block_table", None)
     for name in options:
         _refuse(name, "the kernels here have no such argument", "a call without it")
     if tables is not None and seq_lens is not None and cum_seq_q is not None:
-        return _paged(operands, (cum_seq_q, tables, seq_lens), (max_q, max_k), band, scale)
+        return _paged(operands, (cum_seq_q, tables, seq_lens), (max_q, max_k), band)
     if tables is not None or seq_lens is not None:
         _refuse("seqused_k or block_table alone", "keys are ragged, or paged", "cum_seq_q, seqused_k and block_table")
     if cum_seq_q is None:
-        return dense(operands.each(lambda x: x.transpose(1, 2)), band, scale)
-    return _ragged(operands, cum_seq_q, cum_seq_k, band, scale)
+        return dense(operands.each(lambda x: x.transpose(1, 2)), band)
+    return _ragged(operands, cum_seq_q, cum_seq_k, band)
 
 
 def refuse_backward(*args: Any, **kwargs: Any) -> Any:
@@ -179,7 +169,7 @@ def refuse_backward(*args: Any, **kwargs: Any) -> Any:
 # ---- layouts
 
 
-def dense(operands: Operands, band: Band, scale: float | None) -> torch.Tensor:
+def dense(operands: Operands, band: Band) -> torch.Tensor:
     """Write the attention of a batch `[batch, heads, tokens, head_dim]` of equal lengths to out; return the lse.
 
     Where the batch and the heads of every tensor are one axis of equal steps, the batch is one request with all those
@@ -192,17 +182,18 @@ def dense(operands: Operands, band: Band, scale: float | None) -> torch.Tensor:
     if not batch or not heads:
         return lse
     if all(_is_one_axis(x, 1) for x in operands):
-        rows = _single(operands.each(lambda x: x.flatten(0, 1)), band, scale)
+        rows = _single(operands.each(lambda x: x.flatten(0, 1)), band)
         return _natural(rows.view(qo_len, batch, heads).permute(1, 2, 0), lse)
-    if operands.k.shape[2] and _is_one_axis(q, 2) and _is_one_axis(out, 2) and not _is_capturing(q):
-        rows = _tokens(operands.each(lambda x: x.transpose(1, 2)), band, scale)
+    planned = operands.k.shape[2] and not is_capturing(q.device)  # later calls would overwrite the records of a plan
+    if planned and _is_one_axis(q, 2) and _is_one_axis(out, 2):
+        rows = _tokens(operands.each(lambda x: x.transpose(1, 2)), band)
         return _natural(rows.view(batch, qo_len, heads).transpose(1, 2), lse)
     for request, part in zip(zip(*operands, strict=True), lse, strict=True):
-        _natural(_single(Operands(*request), band, scale).t(), part)
+        _natural(_single(Operands(*request), band).t(), part)
     return lse
 
 
-def _single(operands: Operands, band: Band, scale: float | None) -> torch.Tensor:
+def _single(operands: Operands, band: Band) -> torch.Tensor:
     """Compute one request of `[heads, tokens, head_dim]`; return the base-2 lse `[qo_len, heads]`."""
     q, k, v, out = operands
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
@@ -212,7 +203,7 @@ def _single(operands: Operands, band: Band, scale: float | None) -> torch.Tensor
         v,
         causal=band.causal,
         kv_layout="HND",
-        sm_scale=scale,
+        sm_scale=band.scale,
         window_left=band.window_left,
         out=out.transpose(0, 1),
         lse=lse,
@@ -220,25 +211,19 @@ def _single(operands: Operands, band: Band, scale: float | None) -> torch.Tensor
     return lse
 
 
-def _tokens(operands: Operands, band: Band, scale: float | None) -> torch.Tensor:
+def _tokens(operands: Operands, band: Band) -> torch.Tensor:
     """Compute a batch of `[batch, tokens, heads, head_dim]`; return the base-2 lse `[batch * qo_len, heads]`."""
     q, k, v, out = operands
     (batch, qo_len), kv_len = q.shape[:2], k.shape[1]
     lengths = _uniform_lengths(batch, qo_len, kv_len)
     if all(_is_one_axis(x, 1) for x in (k, v)):
         keys = Keys(k.flatten(0, 1), v.flatten(0, 1))
-        return _planned(q.flatten(0, 1), keys, out.flatten(0, 1), lengths, band, scale)
+        return _planned(q.flatten(0, 1), keys, out.flatten(0, 1), lengths, band)
     keys, lengths = Keys(k, v, _page_per_request(batch, q.device)), lengths._replace(kv_indptr=NOWHERE)
-    return _planned(q.flatten(0, 1), keys, out.flatten(0, 1), lengths, band, scale)
+    return _planned(q.flatten(0, 1), keys, out.flatten(0, 1), lengths, band)
 
 
-def _ragged(
-    operands: Operands,
-    cum_seq_q: torch.Tensor,
-    cum_seq_k: torch.Tensor | None,
-    band: Band,
-    scale: float | None,
-) -> torch.Tensor:
+def _ragged(operands: Operands, cum_seq_q: torch.Tensor, cum_seq_k: torch.Tensor | None, band: Band) -> torch.Tensor:
     """Compute a ragged batch of `[tokens, heads, head_dim]`; return the lse `[heads, tokens]`."""
     q, k, v, out = operands
     if cum_seq_k is None:
@@ -250,17 +235,13 @@ def _ragged(
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
     rows = lengths.rows
     _clear(operands, rows)
-    computed = _planned(q[:rows], Keys(k, v), out[:rows], lengths, band, scale)
+    computed = _planned(q[:rows], Keys(k, v), out[:rows], lengths, band)
     lse[:, :rows].copy_(computed.t()).mul_(math.log(2.0))
     return lse
 
 
 def _paged(
-    operands: Operands,
-    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    longest: tuple[int, int],
-    band: Band,
-    scale: float | None,
+    operands: Operands, tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor], longest: tuple[int, int], band: Band
 ) -> torch.Tensor:
     """Compute a ragged batch over a paged cache without reading lengths on the host; return the lse."""
     (q, k, v, out), (cum_seq_q, block_table, seq_lens), (max_q, max_k) = operands, tables, longest
@@ -275,7 +256,7 @@ def _paged(
         block_table,
         seq_lens,
         max_k,
-        bmm1_scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        bmm1_scale=q.shape[-1] ** -0.5 if band.scale is None else band.scale,
         window_left=band.window_left,
         out=out,
         q_len_per_req=max(1, max_q),
@@ -292,18 +273,11 @@ def _clear(operands: Operands, first: int) -> None:
     out[first:].zero_()
 
 
-def _planned(
-    q: torch.Tensor,
-    keys: Keys,
-    out: torch.Tensor,
-    lengths: Lengths,
-    band: Band,
-    scale: float | None,
-) -> torch.Tensor:
+def _planned(q: torch.Tensor, keys: Keys, out: torch.Tensor, lengths: Lengths, band: Band) -> torch.Tensor:
     """Compute a batch under the plan of an earlier call with these lengths, or a new one; return the base-2 lse."""
     structure = Structure.of(q, keys, o_data_type=out.dtype, causal=band.causal, window_left=band.window_left)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    options = {"q_scale": q.shape[2] ** -0.5 if scale is None else scale, "out": out, "lse": lse}
+    options = {"q_scale": q.shape[2] ** -0.5 if band.scale is None else band.scale, "out": out, "lse": lse}
     planned_prefill.run(workspaces.of_stream(q.device), structure, q, keys, lengths, options)
     return lse
 
@@ -318,17 +292,12 @@ def _uniform_lengths(batch: int, qo_len: int, kv_len: int) -> Lengths:
 @functools.lru_cache(64)
 def _page_per_request(batch: int, device: torch.device) -> torch.Tensor:
     pages = functools.partial(torch.arange, batch, dtype=torch.int32, device=device)
-    return workspaces.lasting(device, pages)[:, None]
+    return capture.outside(device, pages)[:, None]
 
 
 def _is_one_axis(x: torch.Tensor, axis: int) -> bool:
     """Tell whether axis 0 continues where another ends, so that both are one axis without a copy."""
     return x.shape[0] == 1 or x.shape[axis] == 1 or x.stride(0) == x.shape[axis] * x.stride(axis)
-
-
-def _is_capturing(x: torch.Tensor) -> bool:
-    """Tell whether a CUDA graph is captured, which would keep the records of a plan that later calls overwrite."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _natural(lse: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

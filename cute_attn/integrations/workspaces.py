@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -37,17 +36,10 @@ def of_stream(device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(MAX_STREAMS)
 def _of(device: torch.device, stream: int) -> torch.Tensor:
-    return lasting(device, functools.partial(torch.empty, BYTES, dtype=torch.uint8, device=device))
+    return capture.outside(device, functools.partial(torch.empty, BYTES, dtype=torch.uint8, device=device))
 
 
 @functools.lru_cache(MAX_STREAMS)
 def too_small(device: torch.device) -> torch.Tensor:
     """Return a workspace too small for any launch, which then takes memory of its own stream, or of its graph."""
-    return lasting(device, functools.partial(torch.zeros, 16, dtype=torch.uint8, device=device))
-
-
-def lasting(device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return memory that outlives the call, and any CUDA graph during whose capture or warm-up it is made."""
-    if device.type != "cuda":
-        return make()
-    return capture.outside(torch.cuda.current_device() if device.index is None else device.index, make)
+    return capture.outside(device, functools.partial(torch.zeros, 16, dtype=torch.uint8, device=device))

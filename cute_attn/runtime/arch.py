@@ -26,12 +26,7 @@ class Arch:
 
     @property
     def pdl(self) -> bool:
-        """Whether it has programmatic dependent launch (`griddepcontrol`)."""
-        return self.capability >= (9, 0)
-
-    @property
-    def clusters(self) -> bool:
-        """Whether it has thread block clusters."""
+        """Whether it has programmatic dependent launch (`griddepcontrol`), and thread block clusters."""
         return self.capability >= (9, 0)
 
     @property

@@ -16,13 +16,12 @@ import json
 import os
 import stat
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cute_attn.errors import ArtifactError
-from cute_attn.runtime import artifact, dsl, switches
+from cute_attn.runtime import dsl, switches
 from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.spec import KernelSpec
 
@@ -34,9 +33,6 @@ _OTHER_SOURCES = (
 )
 # Files and folders of kernels/ that only choose specs and parameters.
 _HOST_ONLY = {"tiles.py", "catalog.py", "default_specs.py", "host"}
-_HEADER_BYTES = 1 << 16  # at most: real ones have some 2000
-# What reading the header of a file may raise, whatever is in it.
-_UNREADABLE = OSError, ArtifactError, ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error
 NOWHERE = "there is no home or working directory"
 _warned: set[str] = set()
 
@@ -126,51 +122,33 @@ class Entry(NamedTuple):
     problem: str  # why it cannot be loaded, or ""
 
 
-def entries(verify: bool = False) -> Iterator[Entry]:
-    """Yields the artifacts of the cache, in the order of their names. `verify`: read each whole; else only what it says
-    of itself is read. Nothing is read of a file that somebody else could have written.
+def entries() -> Iterator[Entry]:
+    """Yields the artifacts of the cache, in the order of their names. Nothing is read of a file that somebody else
+    could have written.
     """
     for path in sorted(directory().glob("*.artifact")):
         try:
-            yield _entry(path, verify)
+            yield _entry(path)
         except FileNotFoundError:  # removed meanwhile
             continue
 
 
-def _entry(path: Path, verify: bool) -> Entry:
+def _entry(path: Path) -> Entry:
     num_bytes = path.lstat().st_size
     try:
         check_private(path.parent, path.parent.stat())
-        check_private(path, path.stat())
-        if not path.is_file():  # reading a pipe would wait
+        if not path.is_file() and path.exists():  # reading a pipe would wait
             raise ArtifactError("not a file")
-        header = _header(path)
-        arch, spec, version = header["arch"], header["spec"], header.get("dsl", "")
-        kernel = spec["kernel"]
-        if not all(type(text) is str and text.isprintable() for text in (arch, kernel, version)):
+        found = Artifact.from_bytes(read_private(path))
+        kernel, text = found.spec["kernel"], json.dumps(found.spec, sort_keys=True, separators=(",", ":"))
+        if not all(type(name) is str and name.isprintable() for name in (found.arch, kernel, found.dsl)):
             raise ArtifactError("arch, kernel and dsl must be printable texts")
-        text = json.dumps(spec, sort_keys=True, separators=(",", ":"))
-        current = version == dsl.version() and path.stem == key_of(text, arch, version)
-        if verify:
-            Artifact.from_bytes(read_private(path))
+        current = found.dsl == dsl.version() and path.stem == key_of(text, found.arch, found.dsl)
     except FileNotFoundError:
         raise
-    except _UNREADABLE as error:
+    except (OSError, ArtifactError, KeyError) as error:
         return Entry(path, num_bytes, "?", "?", "", False, str(error) or repr(error))
-    return Entry(path, num_bytes, arch, kernel, version, current, "")
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """Reads the header of an artifact's file, without its code."""
-    with open(path, "rb") as file:
-        start = file.read(len(artifact._MAGIC) + artifact._DIGEST_BYTES)
-        if not start.startswith(artifact._MAGIC):
-            raise ArtifactError("not an artifact file")
-        raw = zlib.decompressobj().decompress(file.read(_HEADER_BYTES), _HEADER_BYTES)
-    end = 8 + int.from_bytes(raw[:8], "little")
-    if end > len(raw):
-        raise ArtifactError(f"the header is incomplete, or longer than {_HEADER_BYTES} bytes")
-    return dict(json.loads(raw[8:end]))
+    return Entry(path, num_bytes, found.arch, kernel, found.dsl, current, "")
 
 
 def remove(chosen: Iterable[Entry]) -> None:

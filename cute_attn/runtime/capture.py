@@ -17,18 +17,22 @@ STREAMS = 32  # of one priority in torch's pool, which hands them out in turn
 T = TypeVar("T")
 
 
-def outside(device_index: int, make: Callable[[], T]) -> T:
+def outside(device: torch.device, make: Callable[[], T]) -> T:
     """Return `make()`, whose work on the device is done, so that any stream may use what it made. That memory must stay
     allocated: graphs do not know of it.
 
     It is called on a stream that is not captured, and in a thread of its own: torch.compile's warm-ups for CUDA graphs
     have torch allocate whatever their thread asks for from the graphs' pool, where nothing may stay.
     """
+    if device.type != "cuda":
+        with lasting():
+            return make()
+    index = torch.cuda.current_device() if device.index is None else device.index
 
     def call() -> T:
-        with torch.cuda.device(device_index), relaxed_capture(), torch.cuda.stream(_uncaptured_stream(device_index)):
+        with torch.cuda.device(index), relaxed_capture(), torch.cuda.stream(_uncaptured_stream(index)):
             made = make()
-            torch.cuda.current_stream(device_index).synchronize()
+            torch.cuda.current_stream(index).synchronize()
             return made
 
     with ThreadPoolExecutor(1) as thread:

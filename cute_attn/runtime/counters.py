@@ -30,7 +30,7 @@ TILE_COUNTERS = PoolSize(8, 1 << 12, 1 << 16)  # int32 tile counter and CTA coun
 SEMAPHORES = PoolSize(4608, 1 << 8, 1 << 12)
 
 
-class DeviceCounters:
+class Counters:
     """Pool of counters on one GPU.
 
     Launches on one stream run one after the other and share counters; every captured launch has its own, because its
@@ -39,8 +39,9 @@ class DeviceCounters:
 
     def __init__(self, device_index: int, size: PoolSize) -> None:
         self.size, words = size, (size.streams + size.captured) * size.bytes_per_launch // 4
-        zeros = functools.partial(torch.zeros, words, dtype=torch.int32, device=f"cuda:{device_index}")
-        self.memory: torch.Tensor = capture.outside(device_index, zeros)
+        device = torch.device("cpu") if device_index == CPU else torch.device("cuda", device_index)
+        zeros = functools.partial(torch.zeros, words, dtype=torch.int32, device=device)
+        self.memory: torch.Tensor = capture.outside(device, zeros)
         self._base = self.memory.data_ptr()
         self._index_of_stream: dict[int, int] = {}  # at most `size.streams`
         self._lock = threading.Lock()
@@ -62,26 +63,25 @@ class DeviceCounters:
         return self._base + size.bytes_per_launch * stream_index
 
 
-class CpuCounters:
+class CpuCounters(Counters):
     """Counters of emulated launches, which run one after the other and share them."""
 
     def __init__(self, size: PoolSize) -> None:
-        with capture.lasting():
-            self.memory = torch.zeros(size.bytes_per_launch // 4, dtype=torch.int32, device="cpu")
+        super().__init__(CPU, size._replace(streams=1, captured=0))
 
     def address(self, stream: int) -> int:
         """Returns the address of the counters."""
-        return self.memory.data_ptr()
+        return self._base
 
 
-def of_device(device_index: int, size: PoolSize = TILE_COUNTERS) -> DeviceCounters | CpuCounters:
+def of_device(device_index: int, size: PoolSize = TILE_COUNTERS) -> Counters:
     """Returns the pool of a device, allocated on first use."""
     key = device_index, size
     with _making:
         if key not in _pools:
-            _pools[key] = CpuCounters(size) if device_index == CPU else DeviceCounters(device_index, size)
+            _pools[key] = CpuCounters(size) if device_index == CPU else Counters(device_index, size)
         return _pools[key]
 
 
 _making = threading.RLock()
-_pools: dict[tuple[int, PoolSize], DeviceCounters | CpuCounters] = {}
+_pools: dict[tuple[int, PoolSize], Counters] = {}

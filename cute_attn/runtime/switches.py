@@ -40,8 +40,6 @@ LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
 
 logger = logging.getLogger("cute_attn")
 
-_warned = False
-
 
 def is_on(name: str) -> bool:
     """Tells whether the variable is set, and neither empty nor 0."""
@@ -77,11 +75,7 @@ def advice(name: str, meant: str | None) -> str:
 
 
 def warn_of_unknown() -> None:
-    """Warns of unknown variables, once per process."""
-    global _warned
-    if _warned:
-        return
-    _warned = True
+    """Warns of unknown variables."""
     for name, meant in unknown().items():
         warnings.warn(advice(name, meant), stacklevel=2)
 

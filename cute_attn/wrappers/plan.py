@@ -172,7 +172,7 @@ class Plan:
         batch = self._on_backend(lengths, features)
         if isinstance(lengths, DeviceLengths):
             lengths.check_unchanged()
-        batch.launch = backends.IMPLEMENTATIONS[batch.backend].plan(self.settings, lengths, batch.limits, self.staging)
+        batch.launch = backends.plan(batch.backend, self.settings, lengths, batch.limits, self.staging)
         if batch.launch is not None:
             return batch
         assert isinstance(lengths, DeviceLengths)  # the backend needs the lengths on the host
@@ -212,7 +212,7 @@ class Plan:
         """Return the bytes that a schedule would use of an unlimited workspace, and the bytes of its records."""
         lengths = self.request.lengths.host
         batch = self._on_backend(lengths)
-        return backends.IMPLEMENTATIONS[batch.backend].workspace(self.settings, lengths, batch.limits)
+        return backends.workspace(batch.backend, self.settings, lengths, batch.limits)
 
 
 # ---- plans of requests

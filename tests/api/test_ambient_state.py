@@ -161,8 +161,8 @@ def partials() -> list[torch.Tensor]:
 
 def graph_tables() -> list[torch.Tensor]:
     rows = torch.arange(32, dtype=torch.int32).view(2, 16)
-    made = GraphTables(2, PageTables(rows, 4), PageTables(rows, 4), CPU)
-    return [*(x for x in made.view(2, 3, with_mask=True) if isinstance(x, torch.Tensor))]
+    step = GraphTables(2, [PageTables(rows, 4), PageTables(rows, 4)], CPU).view(2, 3, with_mask=True)
+    return [*step.tables, *(x for x in step if isinstance(x, torch.Tensor))]
 
 
 @pytest.mark.parametrize("make_memory", [staged, fixed_staging, tile_counters, partials, graph_tables])

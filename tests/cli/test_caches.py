@@ -169,8 +169,8 @@ def test_names_of_planted_files_do_not_control_the_terminal(tmp_path: Path, caps
     for name in (b"\x1b[2J.artifact", b"\xff.artifact"):
         Path(os.fsdecode(bytes(tmp_path / "cache" / "x")[:-1] + name)).write_bytes(b"junk")
     out = printed(capsys, ["cache", "verify"], 1)
-    assert r"/\x1b[2J.artifact: not an artifact file" in out
-    assert r"/\udcff.artifact: not an artifact file" in out
+    assert r"/\x1b[2J.artifact: not an intact artifact file" in out
+    assert r"/\udcff.artifact: not an intact artifact file" in out
 
 
 def size(tmp_path: Path) -> int:

@@ -48,7 +48,7 @@ def blank(device: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("cluster", [(1, 1, 1), (2, 1, 1)])
 def test_fires_on_the_stream_it_is_given(pdl: bool, cluster: tuple[int, int, int]) -> None:
-    if cluster != (1, 1, 1) and not archs.for_device(0).clusters:
+    if cluster != (1, 1, 1) and not archs.for_device(0).pdl:
         pytest.skip("clusters need compute capability 9.0")
     kernel, out, stream = toy(0, pdl, cluster), blank(0), torch.cuda.Stream(0)
     torch.cuda.synchronize()

@@ -350,7 +350,7 @@ def state_addresses(backend: CuteAttnBackend) -> list[int]:
     """Addresses that captured launches of a decode step read."""
     step = backend.forward_metadata
     if isinstance(step, tables.TableStep):
-        used = [x for x in (step.tables, step.window_tables, step.seq_lens, step.mask) if x is not None]
+        used = [x for x in (*step.tables, step.seq_lens, step.mask) if x is not None]
     else:
         names = "_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf"
         used = [getattr(wrapper, name) for wrapper in step._wrappers.values() for name in names]

@@ -46,7 +46,7 @@ def assert_close(found: torch.Tensor, want: torch.Tensor) -> None:
 def test_rows_of_the_pool(q_lens: tuple[int, ...], page_size: int, narrow: bool, device: str) -> None:
     case = MlaCase(HEADS, q_lens, (37, 9, 40), page_size, device=device, narrow=narrow)
     tables = case.table.clamp_min(0)
-    step = TableStep(tables, None, case.seq_lens, q_lens[0])
+    step = TableStep([tables], case.seq_lens, q_lens[0])
     if len(set(q_lens)) > 1:
         step = extended(step, list(q_lens))
     assert step.num_tokens == sum(q_lens)
@@ -64,7 +64,7 @@ def test_prompts_are_planned_once_per_step(device: str, monkeypatch: pytest.Monk
     generator = torch.Generator().manual_seed(0)
     for q_lens in ((7, 1, 30), (7, 2)):
         tables, lengths = torch.zeros(2, len(q_lens), 1, dtype=torch.int32, device=device)
-        step = extended(TableStep(tables, None, lengths[:, 0]), list(q_lens))
+        step = extended(TableStep([tables], lengths[:, 0]), list(q_lens))
         for _ in range(2):  # layers
             q, k, v = (torch.randn(sum(q_lens), HEADS, n, generator=generator).to(BF16) for n in (192, 192, 128))
             out = torch.empty_like(v).to(device)
@@ -184,7 +184,7 @@ class TestServer:
         for batch in (runner.decode([1, 2]), runner.decode([2, 1])):
             backend.init_forward_metadata_out_graph(batch)
             backend.init_forward_metadata_in_graph(batch)
-            addresses.add(backend.forward_metadata.tables.data_ptr())
+            addresses.add(backend.forward_metadata.tables[0].data_ptr())
             check_rows(backend, runner, absorbed, batch, [1, 1])
         assert len(addresses) == 1
 

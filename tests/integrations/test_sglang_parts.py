@@ -21,7 +21,7 @@ from cute_attn.integrations.sglang import limits, planned, tables
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import PlannedAttention
-from cute_attn.integrations.sglang.tables import GraphTables, attend, table_step
+from cute_attn.integrations.sglang.tables import GraphTables, Operands, attend, table_step
 from cute_attn.integrations.workspaces import Workspaces
 from tests.support.engine_case import Graph
 from tests.support.executors import GPU_MARKS
@@ -125,7 +125,7 @@ def test_extend(name: str, page_size: int, device: str) -> None:
         server = Server(page_size, kv_lens, device, q_lens=q_lens)
         begin(server, attention)
         out = torch.empty_like(server.q)
-        attention.run(kind, server.q, server.cache, out, None, None, None)
+        attention.run(Operands(kind, server.q, server.cache, out))
         server.check(out, kind)
 
 
@@ -137,7 +137,7 @@ def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) 
         Workspaces.on(device).planned,
         SERVER._replace(deterministic=deterministic),
         decode=True,
-        captured=(3, {False: indices}),
+        captured=(3, [indices]),
     )
     kind, sinks = KINDS["capped"], torch.randn(HEADS, device=device)
     for kv_lens in ([37, 5, 1], [2, 90, 1]):
@@ -145,7 +145,7 @@ def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) 
         begin(server, attention, kinds=[kind])
         assert indices[: sum(kv_lens)].tolist() == torch.cat(server.tokens.slots).tolist()
         out = torch.empty_like(server.q)
-        attention.run(kind, server.q, server.cache, out, None, None, sinks)
+        attention.run(Operands(kind, server.q, server.cache, out, sinks=sinks))
         server.check(out, kind, sinks=sinks)
 
 
@@ -177,10 +177,10 @@ def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool, dev
     attention = by_tables(device)
     sinks = torch.randn(HEADS, device=device)
     for longest in (None, 90):
-        step = table_step(PageTables(server.slots, 16), None, server.requests, server.seq_lens, longest)
+        step = table_step([PageTables(server.slots, 16)], server.requests, server.seq_lens, longest)
         assert step.num_tokens == 3
         out = torch.empty_like(server.q)
-        attention(step, kind, server.q, server.cache, out, *scales, sinks)
+        attention(step, Operands(kind, server.q, server.cache, out, *scales, sinks))
         server.check(out, kind, sinks=sinks, **numbers)
 
 
@@ -193,10 +193,10 @@ def test_decode_on_a_kernel(page_size: int, monkeypatch: pytest.MonkeyPatch) -> 
     server, kind = Server(page_size, [37, 5]), KINDS["window"]
     attention = by_tables("cpu")
     pages = PageTables(server.slots, page_size)
-    step = table_step(pages, None, server.requests, server.seq_lens, longest=None)
+    step = table_step([pages], server.requests, server.seq_lens, longest=None)
     out = torch.empty_like(server.q)
     with emulator.using("sm_90a"):
-        attention(step, kind, server.q, server.cache, out, None, None, None)
+        attention(step, Operands(kind, server.q, server.cache, out))
     server.check(out, kind)
 
 
@@ -217,18 +217,19 @@ def test_drafts_in_buffers_of_a_graph(device: str) -> None:
     server = Server(16, [37, 5], device, q_lens=[DRAFTS, DRAFTS])
     pages = PageTables(server.slots.clamp_min(0), 16)
     attention = by_tables(device)
-    graph = GraphTables(4, pages, None, device)
+    graph = GraphTables(4, [pages], device)
     first = graph.view(3, DRAFTS, with_mask=True)
     requests = torch.cat((server.requests, torch.zeros_like(server.requests[:1])))
     before = torch.tensor([37 - DRAFTS, 5 - DRAFTS, 1], device=device)
     fill(graph, server, requests, before)
     step = graph.view(3, DRAFTS, with_mask=True)
-    for name in ("tables", "seq_lens", "mask"):
+    assert step.tables[0].data_ptr() == first.tables[0].data_ptr()
+    for name in ("seq_lens", "mask"):
         assert getattr(step, name).data_ptr() == getattr(first, name).data_ptr()
     assert step.seq_lens.tolist() == [37, 5, 1 + DRAFTS]
     q = torch.cat((server.q, server.q[:DRAFTS]))
     out = torch.empty_like(q)
-    attention(step, KINDS["full"], q, server.cache, out, None, None, None)
+    attention(step, Operands(KINDS["full"], q, server.cache, out))
     server.check(out[: 2 * DRAFTS], KINDS["full"], AMONG)
 
 
@@ -239,14 +240,14 @@ def test_a_captured_step_reads_new_tables(device: str) -> None:
     slots = servers[0].slots.clone()
     pages = PageTables(slots, 16)
     attention = by_tables(device)
-    buffers, kind = GraphTables(2, pages, None, device), KINDS["full"]
+    buffers, kind = GraphTables(2, [pages], device), KINDS["full"]
     requests, seq_lens = servers[0].requests.clone(), servers[0].seq_lens.clone()
     keys, values = (torch.zeros_like(x) for x in servers[0].cache)
     q, out = torch.empty_like(servers[0].q), torch.empty_like(servers[0].q)
 
     def layer() -> None:
         buffers.fill(requests, seq_lens, 0)
-        attention(buffers.view(2, 1, with_mask=False), kind, q, (keys, values), out, None, None, None)
+        attention(buffers.view(2, 1, with_mask=False), Operands(kind, q, (keys, values), out))
 
     graph = Graph(device, layer)
     for server in servers:

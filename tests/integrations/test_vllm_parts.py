@@ -347,7 +347,7 @@ def test_lengths_come_from_the_host_where_the_bound_is_exact() -> None:
         loc = starts(2, 4, 6 - padding)
         if padding:
             loc[3] = loc[2]
-        batch = Batch(3, 12, loc, loc, on_device, torch.zeros(3, 1, dtype=torch.int32), bound, exact, Sync)
+        batch = Batch(3, loc, loc, on_device, torch.zeros(3, 1, dtype=torch.int32), bound, exact, Sync)
         return batch.lengths(first).tolist()
 
     prefilling = torch.tensor([False, True, True])
@@ -447,7 +447,7 @@ def test_registration_happens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = "cute_attn.integrations.vllm"
     assert list(found.values()) == [
         {"CUTE_ATTN": f"{folder}.backend.CuteAttnBackend", "CUTE_ATTN_MLA": f"{folder}.mla.CuteAttnMLABackend"},
-        {"CUTE_ATTN_MLA": f"{folder}.mla_prefill.CuteAttnMLAPrefillBackend"},
+        {"CUTE_ATTN_MLA": f"{folder}.mla.CuteAttnMLAPrefillBackend"},
     ]
 
 

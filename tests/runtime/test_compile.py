@@ -17,7 +17,7 @@ from tests.support.toy_spec import BrokenSpec, ToySpec, toy_program
 
 @pytest.mark.parametrize("arch", archs.ARCHS)
 def test_artifact_describes_the_kernel(arch: str) -> None:
-    cluster = (2, 1, 1) if archs.named(arch).clusters else (1, 1, 1)
+    cluster = (2, 1, 1) if archs.named(arch).pdl else (1, 1, 1)
     artifact = compile_spec(ToySpec(threads=64, cluster=cluster), arch, toy_program)
     assert (artifact.arch, artifact.dsl) == (arch, dsl.version())
     assert artifact.symbol == "cute_attn_toy_0"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_attn.runtime import capture, counters
-from cute_attn.runtime.counters import DeviceCounters, PoolSize
+from cute_attn.runtime.counters import Counters, PoolSize
 from tests.support.threads import in_threads
 
 SIZE = PoolSize(8, 64, 32)
@@ -38,7 +38,7 @@ class SlowDict(dict[int, int]):
 
 
 def test_threads_get_distinct_counters_for_distinct_streams(captured: list[bool]) -> None:
-    pool = DeviceCounters(0, SIZE)
+    pool = Counters(0, SIZE)
     pool._index_of_stream = SlowDict()
     found: list[dict[int, int]] = [{} for _ in range(8)]
 
@@ -53,7 +53,7 @@ def test_threads_get_distinct_counters_for_distinct_streams(captured: list[bool]
 
 
 def test_captured_launches_of_threads_have_their_own(captured: list[bool]) -> None:
-    pool = DeviceCounters(0, SIZE)
+    pool = Counters(0, SIZE)
     shared = pool.address(7)
     captured.append(True)
     found: list[int] = []
@@ -63,7 +63,7 @@ def test_captured_launches_of_threads_have_their_own(captured: list[bool]) -> No
 
 
 def test_streams_beyond_the_pool_take_the_oldest(captured: list[bool]) -> None:
-    pool = DeviceCounters(0, SIZE)
+    pool = Counters(0, SIZE)
     first = [pool.address(stream) for stream in range(64)]
     assert [pool.address(stream) for stream in range(64, 74)] == first[:10]
     assert pool.address(20) == first[20]
@@ -76,13 +76,13 @@ def test_streams_beyond_the_pool_take_the_oldest(captured: list[bool]) -> None:
 def test_threads_make_one_pool(captured: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def slow(index: int, size: PoolSize) -> DeviceCounters:
+    def slow(index: int, size: PoolSize) -> Counters:
         made.append(index)
         threading.Event().wait(0.01)
-        return DeviceCounters(index, size)
+        return Counters(index, size)
 
     monkeypatch.setattr(counters, "_pools", {})
-    monkeypatch.setattr(counters, "DeviceCounters", slow)
+    monkeypatch.setattr(counters, "Counters", slow)
     found: list[object] = []
     in_threads(lambda index: found.append(counters.of_device(5, SIZE)), range(6))
     assert made == [5]
@@ -108,6 +108,6 @@ def test_work_outside_a_capture_avoids_the_captured_stream(monkeypatch: pytest.M
         "device": lambda index: contextlib.nullcontext(),
     }.items():
         monkeypatch.setattr(torch.cuda, name, stub)
-    assert capture.outside(0, lambda: current[-1]) == "other"
+    assert capture.outside(torch.device("cuda", 0), lambda: current[-1]) == "other"
     assert waited == ["other"]
     assert current == ["captured"]

@@ -86,4 +86,4 @@ def begin(server: Server, attention: PlannedAttention, **options: Any) -> None:
     pages = PageTables(server.slots, server.page_size)
     counted = lengths(server.q_lens, server.kv_lens, server.page_size)
     indices = pages.page_indices(server.requests, server.seq_lens, counted.num_pages)
-    attention.begin(counted, lambda _: indices, **options)
+    attention.begin(counted, [indices], **options)

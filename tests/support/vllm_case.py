@@ -86,7 +86,7 @@ class Step:
         q_lens, kv_lens = ([*lens, *[0] * self.padding] for lens in zip(*self.requests, strict=True))
         starts, count, tokens = ends(q_lens), len(q_lens), sum(q_lens) + self.padded_tokens
         on_device = (x.to(self.device) for x in (ints(kv_lens), self.tables))
-        batch = Batch(count, tokens, starts.to(self.device), starts, *on_device)
+        batch = Batch(count, starts.to(self.device), starts, *on_device)
         decodes = split_decodes(starts, count, tokens, max(q_lens), self.threshold)
         if backend == "emulator":  # it keeps a record of every byte
             workspaces = Workspaces(torch.empty(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8))

@@ -141,7 +141,7 @@ def made(impl_cls: Any, **options: Any) -> Any:
     layer |= {"attn_type": "decoder", "kv_sharing_target_layer_name": None, **options}
     sinks = {"sinks": layer.pop("sinks")} if "sinks" in layer else {}
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
-    with mock.patch("cute_attn.integrations.vllm.impl.get_current_vllm_config", return_value=config):
+    with mock.patch("cute_attn.integrations.vllm.backend.get_current_vllm_config", return_value=config):
         return impl_cls(4, 64, 0.125, 2, *layer.values(), **sinks)
 
 

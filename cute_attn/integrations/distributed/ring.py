@@ -76,8 +76,11 @@ def ring_prefill(
     All are raised before a message is sent; on one rank only, they leave the others waiting.
     """
     ranks, causal = Ranks.of(group), checks.boolean("causal", causal)
-    length = _checked_length(q, k, v, seq_len, ranks)
-    chunks = chunk_lengths(length, ranks.world_size)
+    for name, x in (("q", q), ("k", k), ("v", v)):  # what the ring relies on; the attention call checks the rest
+        check_tokens(name, x)
+        if x.shape[0] != q.shape[0]:
+            raise ArgumentError(f"{name} must have q's {q.shape[0]} tokens, got {checks.describe(x)}")
+    chunks = chunk_lengths(resolved_length(seq_len, q.shape[0], ranks, "q"), ranks.world_size)
     options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "backend": backend}
     out_dtype = _out_dtype(q, o_dtype)
 
@@ -118,15 +121,6 @@ def merge_in_place(o: torch.Tensor, lse: torch.Tensor, o_other: torch.Tensor, ls
     merged = torch.logaddexp2(lse, lse_other)
     o.lerp_(o_other, torch.exp2(lse_other - merged)[..., None])
     lse.copy_(merged)
-
-
-def _checked_length(q: Any, k: Any, v: Any, seq_len: Any, ranks: Ranks) -> int:
-    """Check what the ring relies on; the attention call checks the rest. Return the tokens of all ranks."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tokens(name, x)
-        if x.shape[0] != q.shape[0]:
-            raise ArgumentError(f"{name} must have q's {q.shape[0]} tokens, got {checks.describe(x)}")
-    return resolved_length(seq_len, q.shape[0], ranks, "q")
 
 
 def _out_dtype(q: torch.Tensor, o_dtype: Any) -> torch.dtype:

@@ -18,18 +18,18 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
 
-from cute_attn.integrations.sglang import limits
-from cute_attn.integrations.sglang.base import PagedBackend, drafts_of, refuse_arguments
+from cute_attn.integrations.sglang.base import LayerCall, PagedBackend, drafts_of
 from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import PlannedAttention
-from cute_attn.integrations.sglang.tables import TableStep, attend
+from cute_attn.integrations.sglang.tables import Operands, TableStep, attend
 from cute_attn.integrations.workspaces import Workspaces
-from cute_attn.request import checks
 from cute_attn.runtime import capture
 
 
 class CuteAttnBackend(PagedBackend):
     __doc__ = PagedBackend.__doc__
+
+    verify_mask: VerifyMask | None = None  # where SGLang writes masks of drafts, with which layout
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
@@ -38,7 +38,7 @@ class CuteAttnBackend(PagedBackend):
         self._plans_decode = facts.deterministic or any(kind.soft_cap for kind in self._kinds.values())
         self.needs_cpu_seq_lens = self._plans_decode
         if self._window_pool is not None:
-            self._window_pages = PageTables(rows, self.page_size, self._window_pool.translate_loc_from_full_to_swa)
+            self._pools.append(PageTables(rows, self.page_size, self._window_pool.translate_loc_from_full_to_swa))
         self._workspace, decode_workspace = Workspaces.on(self.device)
         self._layout = facts.layout
         self._by_table = functools.partial(
@@ -47,8 +47,7 @@ class CuteAttnBackend(PagedBackend):
         self._extend = PlannedAttention(self._workspace, facts, decode=False)
         self._decode = PlannedAttention(self._workspace, facts, decode=True)
         self._graph_decodes: dict[int, PlannedAttention] = {}  # by batch size
-        self._graph_indices: dict[bool, torch.Tensor] = {}
-        self._verify_mask: VerifyMask | None = None
+        self._graph_indices: list[torch.Tensor] = []  # of each pool
         self._window_loc: torch.Tensor | None = None  # where the step writes keys of sliding-window layers
 
     @functools.cached_property
@@ -91,14 +90,8 @@ class CuteAttnBackend(PagedBackend):
         self, attention: PlannedAttention, batch: Any, counted: Lengths, kinds: Iterable[LayerKind] = ()
     ) -> PlannedAttention:
         """Start a step of planned attention and return that."""
-        requests, kv_lens = batch.req_pool_indices, batch.seq_lens
-
-        def page_indices(in_window_pool: bool) -> torch.Tensor:
-            pages = self._window_pages if in_window_pool else self._pages
-            assert pages is not None
-            return pages.page_indices(requests, kv_lens, counted.num_pages)
-
-        attention.begin(counted, page_indices, kinds)
+        where = batch.req_pool_indices, batch.seq_lens, counted.num_pages
+        attention.begin(counted, [pool.page_indices(*where) for pool in self._pools], kinds)
         return attention
 
     # ---- CUDA graphs
@@ -107,9 +100,8 @@ class CuteAttnBackend(PagedBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what captured batches of up to `max_bs` requests and `max_num_tokens` query tokens read."""
         if self._plans_decode:
-            most = max_bs * self._pages.max_pages
-            for in_window_pool in {kind.in_window_pool for kind in self._kinds.values()}:
-                self._graph_indices[in_window_pool] = torch.zeros(most, dtype=torch.int32, device=self.device)
+            sizes = [max_bs * pool.max_pages for pool in self._pools]
+            self._graph_indices = [torch.zeros(n, dtype=torch.int32, device=self.device) for n in sizes]
         else:
             super().init_cuda_graph_state(max_bs, max_num_tokens)
         if self._window_pool is not None:
@@ -119,12 +111,7 @@ class CuteAttnBackend(PagedBackend):
             mode = TreeMaskMode.QLEN_ONLY
             cells = tree_mask_numel(mode, max_bs, drafts, self.max_context_len)
             buffer = torch.zeros(cells, dtype=torch.bool, device=self.device)
-            self._verify_mask = VerifyMask(buffer, mode, max_bs, is_read=self._facts.draft_trees)
-
-    @property
-    def verify_mask(self) -> VerifyMask | None:
-        """Where SGLang writes masks of drafts, with which layout."""
-        return self._verify_mask
+            self.verify_mask = VerifyMask(buffer, mode, max_bs, is_read=self._facts.draft_trees)
 
     def _graph_step(self, batch: Any) -> TableStep | PlannedAttention:
         """Return the description of a captured batch: with plans, and masks, whose addresses change."""
@@ -160,66 +147,24 @@ class CuteAttnBackend(PagedBackend):
 
     def _mask_has_prefix(self, spec_info: Any) -> bool:
         """Tell whether rows of a mask begin with the keys before the drafts: n-gram drafts ignore `verify_mask`."""
-        if self._verify_mask is not None and type(spec_info).__name__ != "NgramVerifyInput":
+        if self.verify_mask is not None and type(spec_info).__name__ != "NgramVerifyInput":
             return False
         return default_tree_mask_mode() == TreeMaskMode.FULL_MASK
 
     # ---- a layer
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        sinks: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Compute attention of new tokens, or of drafts, over all keys of their requests.
-
-        Parameters
-        ----------
-        q : `[tokens, heads * head_dim]`. Rows past the batch's tokens, which pad it, have output 0.
-        k, v : the new tokens' keys and values, written into the pool if `save_kv_cache`; None for a layer that reads
-            those of another.
-        sinks : `[heads]`, natural-log domain: a term of each softmax denominator.
-        kwargs : refused unless None or False.
-
-        Returns
-        -------
-        `[tokens, heads * head_dim]` of the server's dtype.
-        """
-        refuse_arguments(kwargs)
-        if save_kv_cache and k is not None:
-            location = KVWriteLoc.for_batch(forward_batch, swa_loc=self._window_loc)
-            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
-        kind = self._kinds.get(layer)
-        if kind is None:
-            kind = self._kinds[layer] = self._checked_kind(layer)
-        q = q.reshape(-1, kind.num_qo_heads, kind.head_dim)
-        out, step = self._outputs(q, kind.head_dim), self.forward_metadata
-        tokens, layout = step.num_tokens, self._layout
-        cache = [as_pages(x, self.page_size, layout) for x in self.token_to_kv_pool.get_kv_buffer(layer.layer_id)]
-        operands = kind, q[:tokens], (cache[0], cache[1]), out[:tokens], *self._scales(layer), sinks
+    def _attend(self, call: LayerCall) -> None:
+        layer, pool, step = call.layer, self.token_to_kv_pool, self.forward_metadata
+        if call.saved_with is not None:
+            location = KVWriteLoc.for_batch(call.saved_with, swa_loc=self._window_loc)
+            pool.set_kv_buffer(layer, location, call.k, call.v, layer.k_scale, layer.v_scale)
+        k, v = (as_pages(x, self.page_size, self._layout) for x in pool.get_kv_buffer(layer.layer_id))
+        operands = Operands(call.kind, call.q, (k, v), call.out, *self._scales(layer), call.sinks)
         if isinstance(step, TableStep):
-            self._by_table(step, *operands)
+            self._by_table(step, operands)
         else:
-            step.run(*operands)
-        return out.view(len(q), -1)
-
-    forward_decode = forward_extend
+            step.run(operands)
 
     def _kind(self, layer: RadixAttention) -> LayerKind:
         pool = self._window_pool
         return LayerKind.of(layer, pool is not None and pool.layers_mapping[layer.layer_id][1])
-
-    def _checked_kind(self, layer: RadixAttention) -> LayerKind:
-        """Return the kind of a layer that is not a module of the model."""
-        kind = self._kind(layer)
-        limits.check(self._facts, [layer])
-        if kind.soft_cap and not self._plans_decode:
-            reason = "the model's modules did not show it"
-            checks.refuse("a soft cap", reason, limits.OTHER_BACKEND, limits.BACKEND)
-        return kind

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -20,6 +20,19 @@ from cute_attn.request.settings import FP8
 from cute_attn.runtime import capture
 
 
+class LayerCall(NamedTuple):
+    """What a layer is to compute, into `out`; q and out are without the rows that pad the batch."""
+
+    layer: RadixAttention
+    kind: LayerKind
+    q: torch.Tensor
+    k: Any
+    v: Any
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+    saved_with: Any  # the batch at whose slots k and v are written; None: they are not
+
+
 class PagedBackend(AttentionBackend):
     """Attention over a token pool of SGLang. Lengths and page tables of decode stay on the device.
 
@@ -33,7 +46,7 @@ class PagedBackend(AttentionBackend):
     """
 
     needs_cpu_seq_lens = False
-    _window_pages: PageTables | None = None  # of the pool of sliding-window layers
+    _plans_decode = False
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -44,7 +57,8 @@ class PagedBackend(AttentionBackend):
         layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
         limits.check(self._facts, layers)
         self._kinds: dict[RadixAttention, LayerKind] = {layer: self._kind(layer) for layer in layers}
-        self._pages = PageTables(model_runner.req_to_token_pool.req_to_token, self.page_size)
+        # Of the pool, and where there is one, of the pool of sliding-window layers.
+        self._pools = [PageTables(model_runner.req_to_token_pool.req_to_token, self.page_size)]
         self._graph_tables: GraphTables | None = None
         self.forward_metadata: Any = None
 
@@ -70,14 +84,14 @@ class PagedBackend(AttentionBackend):
         drafts = drafts_of(batch)
         longest = None if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.max()) + drafts
         requests, seq_lens = batch.req_pool_indices, batch.seq_lens + drafts
-        return table_step(self._pages, self._window_pages, requests, seq_lens, longest, max(drafts, 1))
+        return table_step(self._pools, requests, seq_lens, longest, max(drafts, 1))
 
     # ---- CUDA graphs
 
     @capture.lasting()
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what captured batches of up to `max_bs` requests and `max_num_tokens` query tokens read."""
-        self._graph_tables = GraphTables(max_bs, self._pages, self._window_pages, self.device)
+        self._graph_tables = GraphTables(max_bs, self._pools, self.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of requests that pad a captured batch."""
@@ -110,13 +124,58 @@ class PagedBackend(AttentionBackend):
         v_scale = layer.v_scale if layer.v_scale_float is None else layer.v_scale_float
         return k_scale, v_scale
 
-    def _outputs(self, q: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """Return what a layer writes, `[tokens, heads, head_dim]`; rows past the batch's tokens are 0."""
-        assert self.forward_metadata is not None, "init_forward_metadata describes a batch before its first layer"
-        out, tokens = q.new_empty(*q.shape[:2], head_dim), self.forward_metadata.num_tokens
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Compute attention of new tokens, or of drafts, over all keys of their requests.
+
+        Parameters
+        ----------
+        q : `[tokens, heads * head_dim]`. Rows past the batch's tokens, which pad it, have output 0.
+        k, v : the new tokens' keys and values, written into the pool if `save_kv_cache`; None for a layer that reads
+            those of another. Latent attention: rows of the pool where q is absorbed, else of every head, not written.
+        sinks : `[heads]`, natural-log domain: a term of each softmax denominator. Refused by latent attention.
+        kwargs : refused unless None or False.
+
+        Returns
+        -------
+        `[tokens, heads * head_dim of the values]` of the server's dtype.
+        """
+        refuse_arguments(kwargs)
+        kind, step = self._kinds.get(layer), self.forward_metadata
+        if kind is None:
+            kind = self._kinds[layer] = self._checked_kind(layer)
+        assert step is not None, "init_forward_metadata describes a batch before its first layer"
+        q, tokens = q.reshape(-1, kind.num_qo_heads, kind.head_dim), step.num_tokens
+        out = q.new_empty(*q.shape[:2], layer.v_head_dim)
         if tokens < len(q):
             out[tokens:].zero_()
-        return out
+        saved_with = forward_batch if save_kv_cache and k is not None else None
+        self._attend(LayerCall(layer, kind, q[:tokens], k, v, sinks, out[:tokens], saved_with))
+        return out.view(len(q), -1)
+
+    forward_decode = forward_extend
+
+    def _attend(self, call: LayerCall) -> None:
+        """Compute a layer."""
+        raise NotImplementedError
+
+    def _checked_kind(self, layer: RadixAttention) -> LayerKind:
+        """Return the kind of a layer that is not a module of the model."""
+        kind = self._kind(layer)
+        limits.check(self._facts, [layer])
+        if kind.soft_cap and not self._plans_decode:
+            reason = "the model's modules did not show it"
+            checks.refuse("a soft cap", reason, limits.OTHER_BACKEND, limits.BACKEND)
+        return kind
 
 
 def drafts_of(batch: Any) -> int:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from cute_attn.integrations.sglang import limits
-from cute_attn.integrations.sglang.base import PagedBackend, refuse_arguments
+from cute_attn.integrations.sglang.base import LayerCall, PagedBackend, refuse_arguments
 from cute_attn.integrations.sglang.latent import LatentAttention, extended
 from cute_attn.integrations.sglang.metadata import as_pages
 from cute_attn.integrations.sglang.tables import TableStep
@@ -37,46 +35,17 @@ class CuteAttnMLABackend(PagedBackend):
 
     # ---- a layer
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Compute attention of new tokens, or of drafts.
-
-        Parameters
-        ----------
-        q : `[tokens, heads * 576]`, absorbed, or `[tokens, heads * 192]`. Rows past the batch's tokens, which pad it,
-            have output 0.
-        k, v : rows of the pool, written if `save_kv_cache`, or keys and values of every head.
-        kwargs : refused unless None or False.
-
-        Returns
-        -------
-        `[tokens, heads * 512]`, or `[tokens, heads * 128]`.
-        """
-        refuse_arguments(kwargs)
-        kind = self._kinds[layer]
-        q = q.view(-1, kind.num_qo_heads, kind.head_dim)
-        out, step = self._outputs(q, layer.v_head_dim), self.forward_metadata
-        rows, tokens = len(q), step.num_tokens
+    def _attend(self, call: LayerCall) -> None:
+        refuse_arguments({"sinks": call.sinks})
+        layer, kind, q, step = call.layer, call.kind, call.q, self.forward_metadata
         if (kind.head_dim, layer.v_head_dim) != limits.ABSORBED:
-            assert k is not None
-            assert v is not None
-            new = q[:tokens], k[:tokens], v[:tokens]
-            self._attention.run_new(step, kind, new, out[:tokens])
-            return out.view(rows, -1)
+            assert call.k is not None
+            assert call.v is not None
+            self._attention.run_new(step, kind, (q, call.k[: len(q)], call.v[: len(q)]), call.out)
+            return
         scale, _ = self._scales(layer)
-        if save_kv_cache and k is not None:
-            row = k if scale is None else k / scale
-            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), row, v)
+        if call.saved_with is not None:
+            row = call.k if scale is None else call.k / scale
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc.for_batch(call.saved_with), row, call.v)
         cache = as_pages(self.token_to_kv_pool.get_key_buffer(layer.layer_id)[:, 0], self.page_size, "NHD")
-        self._attention.run_rows(step, kind, q[:tokens], cache, out[:tokens], scale)
-        return out.view(rows, -1)
-
-    forward_decode = forward_extend
+        self._attention.run_rows(step, kind, q, cache, call.out, scale)

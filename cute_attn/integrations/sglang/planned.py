@@ -5,12 +5,13 @@ A step is planned once per kind of layer, by the first layer of that kind; the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from cute_attn.integrations.sglang.limits import ServerFacts
-from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, Scale
+from cute_attn.integrations.sglang.metadata import LayerKind, Lengths
+from cute_attn.integrations.sglang.tables import Operands
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.runtime import capture
 
@@ -23,8 +24,8 @@ class PlannedAttention:
     workspace : uint8, `workspaces.BYTES`; wrappers that run one after another share it.
     server : its dtypes, layout and page size, and whether results must not depend on the rest of the batch.
     decode : one query token per request (True), or any number (False).
-    captured : None, or of captured decodes the number of requests, and for each pool, by whether it is that of
-        sliding-window layers, where plans write page numbers: int32, with room for all pages of a batch.
+    captured : None, or of captured decodes the number of requests, and for each pool, by `LayerKind.in_window_pool`,
+        where plans write page numbers: int32, with room for all pages of a batch.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class PlannedAttention:
         workspace: torch.Tensor,
         server: ServerFacts,
         decode: bool,
-        captured: tuple[int, Mapping[bool, torch.Tensor]] | None = None,
+        captured: tuple[int, Sequence[torch.Tensor]] | None = None,
     ) -> None:
         self._workspace = workspace
         self._server = server
@@ -41,37 +42,25 @@ class PlannedAttention:
         self._wrappers: dict[LayerKind, BatchPrefillWithPagedKVCacheWrapper] = {}
         self._planned: set[LayerKind] = set()
         self._lengths: Lengths
-        self._indices_of: Callable[[bool], torch.Tensor]
-        self._indices: dict[bool, torch.Tensor] = {}
+        self._indices: Sequence[torch.Tensor]
 
     @property
     def num_tokens(self) -> int:
         """Query tokens of the current step."""
         return self._lengths.num_tokens
 
-    def begin(
-        self, lengths: Lengths, indices_of: Callable[[bool], torch.Tensor], kinds: Iterable[LayerKind] = ()
-    ) -> None:
-        """Start a step. `indices_of`: page numbers, by whether they are those of the pool of sliding-window layers.
-        `kinds` are planned now, as captured launches need it, others by their first layer.
+    def begin(self, lengths: Lengths, indices: Sequence[torch.Tensor], kinds: Iterable[LayerKind] = ()) -> None:
+        """Start a step. `indices`: page numbers in each pool. `kinds` are planned now, as captured launches need it,
+        others by their first layer.
         """
-        self._lengths, self._indices_of = lengths, indices_of
+        self._lengths, self._indices = lengths, indices
         self._planned.clear()
-        self._indices.clear()
         for kind in kinds:
             self._plan(kind)
 
-    def run(
-        self,
-        kind: LayerKind,
-        q: torch.Tensor,
-        kv_cache: tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-        k_scale: Scale,
-        v_scale: Scale,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        """Compute a layer's attention into `out`, `[num_tokens, heads, head_dim]` like q."""
+    def run(self, layer: Operands) -> None:
+        """Compute a layer's attention into `out`."""
+        kind, q, kv_cache, out, k_scale, v_scale, sinks = layer
         if kind not in self._planned:
             self._plan(kind)
         self._wrappers[kind].run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, out=out, sinks=sinks)
@@ -86,7 +75,7 @@ class PlannedAttention:
         self._wrappers[kind].plan(
             lengths.qo_indptr,
             lengths.kv_indptr,
-            self._page_indices(kind.in_window_pool),
+            self._indices[kind.in_window_pool],
             lengths.last_page_len,
             kind.num_qo_heads,
             kind.num_kv_heads,
@@ -112,8 +101,3 @@ class PlannedAttention:
         sizes = count + 1, count + 1, count
         qo, kv, last = (torch.zeros(n, dtype=torch.int32, device=self._workspace.device) for n in sizes)
         return BatchPrefillWithPagedKVCacheWrapper(*place, True, qo, kv, indices[in_window_pool], last)
-
-    def _page_indices(self, in_window_pool: bool) -> torch.Tensor:
-        if in_window_pool not in self._indices:
-            self._indices[in_window_pool] = self._indices_of(in_window_pool)
-        return self._indices[in_window_pool]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,8 +16,7 @@ from cute_attn.runtime import capture
 class TableStep(NamedTuple):
     """A batch whose requests have the same number of query tokens each, or with `starts` any number."""
 
-    tables: torch.Tensor  # int32 [batch_size, max_pages]
-    window_tables: torch.Tensor | None  # the same in the pool of sliding-window layers
+    tables: Sequence[torch.Tensor]  # of each pool, by `LayerKind.in_window_pool`: int32 [batch_size, max_pages]
     seq_lens: torch.Tensor  # int32 [batch_size], the query tokens' own keys included
     q_len: int = 1  # with `starts` the most of any request
     mask: torch.Tensor | None = None  # of drafts that branch; None: causal
@@ -29,52 +30,41 @@ class TableStep(NamedTuple):
 
 
 def table_step(
-    tables: PageTables,
-    window_tables: PageTables | None,
-    requests: torch.Tensor,
-    seq_lens: torch.Tensor,
-    longest: int | None,
-    q_len: int = 1,
+    pools: Sequence[PageTables], requests: torch.Tensor, seq_lens: torch.Tensor, longest: int | None, q_len: int = 1
 ) -> TableStep:
     """Describe a batch in new tensors.
 
-    `tables`, `window_tables`: of the pool, and of that of sliding-window layers. `requests`: rows of the token table.
-    `seq_lens`: keys of each request, those of its q_len query tokens included. `longest`: the most of them if the host
-    knows it, which makes tables narrower.
+    `requests`: rows of the token table. `seq_lens`: keys of each request, those of its q_len query tokens included.
+    `longest`: the most of them if the host knows it, which makes tables narrower.
     """
-    pages = None if longest is None else -(-longest // tables.page_size)
-    window = None if window_tables is None else window_tables.block_tables(requests, pages)
-    return TableStep(tables.block_tables(requests, pages), window, seq_lens.to(torch.int32), q_len)
+    pages = None if longest is None else -(-longest // pools[0].page_size)
+    return TableStep([pool.block_tables(requests, pages) for pool in pools], seq_lens.to(torch.int32), q_len)
 
 
-def attend(
-    step: TableStep,
-    kind: LayerKind,
-    q: torch.Tensor,
-    kv_cache: tuple[torch.Tensor, torch.Tensor],
-    out: torch.Tensor,
-    k_scale: Scale,
-    v_scale: Scale,
-    sinks: torch.Tensor | None,
-    *,
-    workspace: torch.Tensor,
-    layout: str,
-    max_context: int,
-) -> None:
-    """Compute a layer's attention into `out`, `[num_tokens, heads, head_dim]` like q.
+class Operands(NamedTuple):
+    """The tensors of a layer, without the rows that pad a batch."""
+
+    kind: LayerKind
+    q: torch.Tensor  # [num_tokens, heads, head_dim]
+    kv_cache: tuple[torch.Tensor, torch.Tensor]  # pages of the pool
+    out: torch.Tensor  # written; like q
+    k_scale: Scale = None
+    v_scale: Scale = None
+    sinks: torch.Tensor | None = None
+
+
+def attend(step: TableStep, layer: Operands, *, workspace: torch.Tensor, layout: str, max_context: int) -> None:
+    """Compute a layer's attention into `out`.
 
     `workspace`: uint8, `workspaces.DECODE_BYTES`, zeros. `layout`: "NHD" or "HND", of the pool. `max_context`: an upper
     bound of the keys of a request.
     """
-    tables = step.tables
-    if kind.in_window_pool:
-        assert step.window_tables is not None
-        tables = step.window_tables
+    kind, q, kv_cache, out, k_scale, v_scale, sinks = layer
     xqa_batch_decode_with_kv_cache(
         q,
         kv_cache,
         workspace,
-        tables,
+        step.tables[kind.in_window_pool],
         step.seq_lens,
         max_context,
         kind.sm_scale if k_scale is None else kind.sm_scale * k_scale,
@@ -96,34 +86,23 @@ class GraphTables:
     """
 
     @capture.lasting()
-    def __init__(
-        self, max_batch: int, tables: PageTables, window_tables: PageTables | None, device: torch.device | str
-    ):
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        self._sources = tables, window_tables
-        self._tables = zeros(max_batch, tables.max_pages)
-        self._window_tables = None if window_tables is None else zeros(max_batch, window_tables.max_pages)
+    def __init__(self, max_batch: int, pools: Sequence[PageTables], device: torch.device | str) -> None:
+        zeros = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+        self._pools = pools
+        self._tables = [zeros((max_batch, pool.max_pages)) for pool in pools]
         self._seq_lens = zeros(max_batch)
         self._masks: dict[int, torch.Tensor] = {}  # by draft tokens per request
-        self._max_batch = max_batch
-        self._device = device
 
     def view(self, batch_size: int, q_len: int, with_mask: bool) -> TableStep:
         """Return the buffers of the first requests. Entries are those of the latest `fill` and `set_mask`."""
-        window = None if self._window_tables is None else self._window_tables[:batch_size]
         mask = self._mask(q_len)[: batch_size * q_len] if with_mask else None
-        return TableStep(self._tables[:batch_size], window, self._seq_lens[:batch_size], q_len, mask)
+        return TableStep([x[:batch_size] for x in self._tables], self._seq_lens[:batch_size], q_len, mask)
 
     def fill(self, requests: torch.Tensor, seq_lens: torch.Tensor, drafts: int) -> None:
         """Write tables and lengths of a batch; `drafts` query tokens per request are added to its `seq_lens`."""
         batch_size = len(requests)
-        tables, window_tables = self._sources
-        tables.block_tables(requests, out=self._tables[:batch_size])
-        if window_tables is not None:
-            assert self._window_tables is not None
-            window_tables.block_tables(requests, out=self._window_tables[:batch_size])
+        for pool, tables in zip(self._pools, self._tables, strict=True):
+            pool.block_tables(requests, out=tables[:batch_size])
         torch.add(seq_lens, drafts, out=self._seq_lens[:batch_size])
 
     def set_mask(self, visible: torch.Tensor, seq_lens: torch.Tensor, q_len: int, with_prefix: bool) -> None:
@@ -133,6 +112,6 @@ class GraphTables:
     @capture.lasting()
     def _mask(self, q_len: int) -> torch.Tensor:
         if q_len not in self._masks:
-            words = -(-q_len // WORD_BITS)
-            self._masks[q_len] = torch.zeros(self._max_batch * q_len, words, dtype=torch.int32, device=self._device)
+            rows = len(self._seq_lens) * q_len
+            self._masks[q_len] = self._seq_lens.new_zeros(rows, -(-q_len // WORD_BITS))
         return self._masks[q_len]

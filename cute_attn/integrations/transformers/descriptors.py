@@ -38,10 +38,11 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def marked(mask: torch.Tensor) -> torch.Tensor:
-    """Allow layers to keep on a mask what they compute from it: nobody else changes it."""
-    setattr(mask, MEMO, Memo(version(mask), {}, set(), ours=True))
-    return mask
+def renewed(tensor: torch.Tensor, ours: bool = False) -> Memo:
+    """Forget what is kept on a tensor. `ours`: layers may keep on it what they compute, as nobody else changes it."""
+    memo = Memo(version(tensor), {}, set(), ours)
+    setattr(tensor, MEMO, memo)
+    return memo
 
 
 def renew(tensor: torch.Tensor, module: torch.nn.Module) -> None:
@@ -55,8 +56,7 @@ def renew(tensor: torch.Tensor, module: torch.nn.Module) -> None:
     index = getattr(module, "layer_idx", None)
     reader = id(module) if index is None else ("layer", index)
     if memo is None or reader in memo.readers or memo.version != tensor._version:
-        memo = Memo(tensor._version, {}, set())
-        setattr(tensor, MEMO, memo)
+        memo = renewed(tensor)
     memo.readers.add(reader)
 
 

@@ -243,10 +243,8 @@ def _kept(tensor: torch.Tensor, key: Hashable, keep: bool, make: Callable[[], T]
     memo: descriptors.Memo | None = getattr(tensor, descriptors.MEMO, None)
     if not keep or (memo is None and tensor.is_inference()):
         return make()
-    version = descriptors.version(tensor)
-    if memo is None or memo.version != version:
-        memo = descriptors.Memo(version, {}, set())
-        setattr(tensor, descriptors.MEMO, memo)
+    if memo is None or memo.version != descriptors.version(tensor):
+        memo = descriptors.renewed(tensor)
     if key not in memo.found:
         memo.found[key] = make()
     found: T = memo.found[key]

@@ -87,7 +87,9 @@ def attention_mask(
     if torch.compiler.is_compiling():
         plain = mask_function is masking_utils.causal_mask_function and q_length == 1 and kept is None
         return _described(Pattern(True) if plain else None, extent, kept, exact)
-    return descriptors.marked(_described(patterns.recognise(mask_function), extent, kept, exact))
+    mask = _described(patterns.recognise(mask_function), extent, kept, exact)
+    descriptors.renewed(mask, ours=True)
+    return mask
 
 
 class Extent(NamedTuple):
@@ -162,20 +164,13 @@ def _rows(pattern: Pattern, extent: Extent, kept: torch.Tensor | None) -> Rows |
     offset = int(extent.q_offset) - extent.kv_offset
     causal: list[Run] = []
     for b, (first, stop) in enumerate(ranges):
-        causal += _causal_runs(b, b * q_len, q_len, offset, first, min(stop, offset + q_len))
+        stop = min(stop, offset + q_len)
+        live = min(max(stop - offset, 0), q_len)  # queries behind are padding on the right; their output is zero
+        if live:
+            causal.append(Run(b * q_len, live, b, first, max(stop - first, 0)))
+        if live < q_len:
+            causal.append(Run(b * q_len + live, q_len - live, b, 0, 0))
     return Rows(True, window_left, tuple(causal))
-
-
-def _causal_runs(request: int, q_start: int, q_len: int, offset: int, first: int, stop: int) -> list[Run]:
-    """Return the runs of a request whose query i has position offset + i, over keys first:stop.
-
-    Queries at or past `stop` are padding on the right; they see nothing, and their output is zero.
-    """
-    live = min(max(stop - offset, 0), q_len)
-    runs = [Run(q_start, live, request, first, max(stop - first, 0))] if live else []
-    if live < q_len:
-        runs.append(Run(q_start + live, q_len - live, request, 0, 0))
-    return runs
 
 
 def _segment_starts(pattern: Pattern, ids: torch.Tensor, extent: Extent) -> torch.Tensor | None:

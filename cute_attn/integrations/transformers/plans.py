@@ -37,22 +37,13 @@ class Structure(NamedTuple):
     masked: bool
 
 
-class Content(NamedTuple):
-    """What else it depends on. `identity` stands for the runs, or for a mask."""
-
-    identity: Hashable
-    page_size: int
-    numbering: tuple[int, int]  # of pages of one token
-    bounds: tuple[int, ...] = ()  # of packed sequences, beside a mask
-
-
 class Session:
     """A wrapper and what it is planned for."""
 
     def __init__(self, structure: Structure) -> None:
         workspace = workspaces.of_stream(structure.device)
         self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=structure.backend)
-        self.content: Content | None = None
+        self.content: Hashable = None  # besides the structure; None: nothing
 
 
 def index_arrays(rows: Rows, pages: TokenPages | None) -> tuple[torch.Tensor, ...]:
@@ -74,7 +65,7 @@ _sessions: OrderedDict[Structure, list[Session]] = OrderedDict()
 _lock = threading.Lock()  # one thread at a time uses them
 
 
-def _session(structure: Structure, content: Content) -> Session:
+def _session(structure: Structure, content: Hashable) -> Session:
     """Return the session planned for `content`, or the least recently used one, whose `content` is then None."""
     sessions = kept(_sessions, structure, list[Session], MAX_STRUCTURES)
     planned = next((i for i, session in enumerate(sessions) if session.content == content), None)
@@ -98,36 +89,15 @@ class Operands(NamedTuple):
     soft_cap: float
     backend: str
 
-    def structure(self, causal: bool, window_left: int, masked: bool) -> Structure:
-        """Return what a plan for them depends on."""
-        device, dtype = self.q.device, self.q.dtype
-        options = PlanOptions(
-            num_qo_heads=self.q.shape[1],
-            num_kv_heads=self.k.shape[1],
-            head_dim_qk=self.q.shape[3],
-            head_dim_vo=self.v.shape[3],
-            q_data_type=dtype,
-            kv_data_type=dtype,
-            o_data_type=dtype,
-            causal=causal,
-            window_left=window_left,
-            logits_soft_cap=self.soft_cap,
-            sm_scale=1.0,  # see `_run`
-        )
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        return Structure(device, stream, self.backend, options, masked)
-
 
 def run_rows(operands: Operands, rows: Rows) -> torch.Tensor:
     """Compute runs of query rows over ranges of keys."""
-    k, v = operands.k, operands.v
-    pages, page_size, numbers = None, k.shape[2], (0, 0)
+    kv, pages = (operands.k, operands.v), None
     if any(run.kv_start for run in rows.runs):  # not the first keys of its request
-        pages = token_pages(k, v)
-        k, v, page_size, numbers = pages.k, pages.v, 1, (pages.request, pages.token)
-    structure = operands.structure(rows.causal, rows.window_left, masked=False)
-    content = Content(rows.runs, page_size, numbers)
-    return _run(operands, structure, content, (k, v), lambda: (index_arrays(rows, pages), None))
+        pages = token_pages(*kv)
+        kv = pages.k, pages.v
+    content = rows.runs, None if pages is None else (pages.request, pages.token)
+    return _run(operands, kv, (rows.causal, rows.window_left), content, lambda: (index_arrays(rows, pages), None))
 
 
 def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable, bounds: tuple[int, ...] = ()) -> torch.Tensor:
@@ -135,43 +105,46 @@ def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable, bounds:
 
     `identity`: a hashable that stands for the mask's values. `bounds`: of packed sequences.
     """
-    k, v = operands.k, operands.v
     batch, _, q_len, _ = operands.q.shape
-    page_size = k.shape[2]
+    kv_len = operands.k.shape[2]
 
     def planned() -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        rows = descriptors.whole(batch, q_len, [page_size] * batch, causal=False, window_left=-1)
+        rows = descriptors.whole(batch, q_len, [kv_len] * batch, causal=False, window_left=-1)
         seen = descriptors.visible(mask)
         if bounds:
             starts = torch.tensor(bounds, dtype=torch.int64, device=mask.device)
             number = torch.bucketize(torch.arange(q_len, device=mask.device), starts, right=True)
             seen = seen & (number[:, None] == number)
-        return index_arrays(rows, None), seen.expand(batch, 1, q_len, page_size).reshape(-1)
+        return index_arrays(rows, None), seen.expand(batch, 1, q_len, kv_len).reshape(-1)
 
-    structure = operands.structure(causal=False, window_left=-1, masked=True)
-    return _run(operands, structure, Content(identity, page_size, (batch, q_len), bounds), (k, v), planned)
+    return _run(operands, (operands.k, operands.v), None, (identity, batch, q_len, bounds), planned)
 
 
 def _run(
     operands: Operands,
-    structure: Structure,
-    content: Content,
     kv: tuple[torch.Tensor, torch.Tensor],
+    band: tuple[bool, int] | None,
+    content: tuple[Hashable, ...],
     planned: Callable[[], tuple[tuple[torch.Tensor, ...], torch.Tensor | None]],
 ) -> torch.Tensor:
     """Run the plan for `content`, made where there is none of it; returns `[batch, q_len, heads, head_dim]`.
 
-    `planned`: its index arrays and mask. Scales are factors of a run: layers of different scales share a plan.
+    `kv`: pages. `band`: causal and window_left; None: there is a mask. `planned`: index arrays and mask of a plan.
+    Scales are factors of a run: layers of different scales share a plan.
     """
     batch, heads, q_len, width = operands.q.shape
+    device, dtype = operands.q.device, operands.q.dtype
+    sizes, (causal, window_left) = (heads, kv[0].shape[1], width, kv[1].shape[3]), band or (False, -1)
+    options = PlanOptions(*sizes, dtype, dtype, dtype, "NONE", causal, window_left, operands.soft_cap, 1.0)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    structure, page_size = Structure(device, stream, operands.backend, options, band is None), kv[0].shape[2]
     with _lock:
-        session = _session(structure, content)
+        session = _session(structure, (page_size, *content))
         if session.content is None:
             (qo_indptr, kv_indptr, indices, last_page_len), mask = planned()
-            where = qo_indptr, kv_indptr, indices.to(structure.device, non_blocking=True), last_page_len
-            options = {"page_size": content.page_size, "custom_mask": mask, **structure.options._asdict()}
-            session.wrapper.plan(*where, **options)
-            session.content = content
+            where = qo_indptr, kv_indptr, indices.to(device, non_blocking=True), last_page_len
+            session.wrapper.plan(*where, page_size=page_size, custom_mask=mask, **options._asdict())
+            session.content = page_size, *content
         query = operands.q.transpose(1, 2).reshape(batch * q_len, heads, width)
         out = session.wrapper.run(query, kv, q_scale=operands.scale, sinks=operands.sinks)
     assert isinstance(out, torch.Tensor)

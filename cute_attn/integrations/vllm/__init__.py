@@ -4,8 +4,8 @@
 vLLM finds `register` by the entry point `cute_attn` of the group `vllm.general_plugins`, in every process. Nothing else
 of this package is imported until a backend is selected.
 
-`support.py`, `cache.py`, `metadata.py`, `attention.py` and `latent.py` need torch only; `backend.py`, `builder.py`,
-`impl.py`, `mla.py` and `mla_prefill.py` are the classes that vLLM asks for.
+`support.py`, `cache.py`, `metadata.py`, `attention.py` and `latent.py` need torch only; `backend.py` and `mla.py` are
+the classes that vLLM asks for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAME = "CUTE_ATTN"
 BACKEND = "cute_attn.integrations.vllm.backend.CuteAttnBackend"
 MLA_NAME = "CUTE_ATTN_MLA"  # of its own: in vLLM a backend is for latent attention or for the other
 MLA_BACKEND = "cute_attn.integrations.vllm.mla.CuteAttnMLABackend"
-MLA_PREFILL_BACKEND = "cute_attn.integrations.vllm.mla_prefill.CuteAttnMLAPrefillBackend"
+MLA_PREFILL_BACKEND = "cute_attn.integrations.vllm.mla.CuteAttnMLAPrefillBackend"
 
 logger = logging.getLogger(__name__)
 

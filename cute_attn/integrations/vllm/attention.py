@@ -42,7 +42,7 @@ class LayerAttention:
     def __init__(
         self, layer: Layer, dtype: torch.dtype, capability: tuple[int, int] | None, batch_invariant: bool = False
     ) -> None:
-        self.layer = layer
+        self.layer, self.dtype = layer, dtype
         self.stored = support.stored_as(layer.kv_cache_dtype)
         if capability is not None and (reason := support.reason(layer, dtype, capability)):
             raise NotImplementedError(reason)
@@ -51,12 +51,14 @@ class LayerAttention:
         self.sinks: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None  # the cache that `_views` are of
         self._views: CacheViews
-        self._types: dict[tuple[torch.dtype, int], LayerType] = {}
+        self._type: LayerType  # for it
 
     def views(self, kv_cache: torch.Tensor) -> CacheViews:
         """Return views of the layer's cache, made when it is first seen: vLLM binds one tensor to a layer."""
         if kv_cache is not self._seen:
-            self._views, self._seen = cache.views(kv_cache, self.layer), kv_cache
+            found = cache.views(kv_cache, self.layer)
+            form = found.block_size, self.dtype, found.pair[0].dtype, self.batch_invariant
+            self._type, self._views, self._seen = LayerType.of(self.layer, *form), found, kv_cache
         return self._views
 
     def write(
@@ -98,13 +100,26 @@ class LayerAttention:
         caches = self.views(kv_cache)
         if self.stored == COPY:
             k_scale = v_scale = 1.0
-        if self.plans_decode:
-            self._run_plan(query, caches, step, output, (k_scale, v_scale), clamps_ranges)
-            return
-        if step.decodes.num_reqs:
+        if step.decodes.num_reqs and not self.plans_decode:
             self._decode(query, caches, step, output, (k_scale, v_scale))
-        if step.has_prefills:
-            self._run_plan(query, caches, step, output, (k_scale, v_scale), clamps_ranges)
+        if not (step.has_prefills or self.plans_decode):
+            return
+        session = step.planned(self._type, self.plans_decode)
+        rows, window_left, options = session.rows, self.layer.window_left, {}
+        if session.ranges is not None:
+            options = {"bidirectional_ranges": session.ranges, "causal_window_left": window_left}
+            options["range_window_left"] = window_left + 1 if clamps_ranges else -1
+        session.wrapper.run(
+            query[rows],
+            caches.pair,
+            q_scale=self.layer.scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=output[rows],
+            sinks=self.sinks,
+            kv_cache_sf=caches.block_scales,
+            **options,
+        )
 
     def _decode(
         self,
@@ -135,45 +150,6 @@ class LayerAttention:
             backend=step.sessions.backend,
         )
 
-    def _run_plan(
-        self,
-        query: torch.Tensor,
-        caches: CacheViews,
-        step: StepMetadata,
-        output: torch.Tensor,
-        scales: tuple[float, float],
-        clamps_ranges: bool,
-    ) -> None:
-        session, window_left = step.planned(self._type(query.dtype, caches)), self.layer.window_left
-        rows, options = session.rows, {}
-        if session.ranges is not None:
-            options = {"bidirectional_ranges": session.ranges, "causal_window_left": window_left}
-            options["range_window_left"] = window_left + 1 if clamps_ranges else -1
-        session.wrapper.run(
-            query[rows],
-            caches.pair,
-            q_scale=self.layer.scale,
-            k_scale=scales[0],
-            v_scale=scales[1],
-            out=output[rows],
-            sinks=self.sinks,
-            kv_cache_sf=caches.block_scales,
-            **options,
-        )
-
-    def _type(self, q_dtype: torch.dtype, caches: CacheViews) -> LayerType:
-        key = q_dtype, caches.block_size
-        if key not in self._types:
-            self._types[key] = LayerType(
-                self.layer.of_plan(),
-                caches.block_size,
-                q_dtype,
-                caches.pair[0].dtype,
-                self.plans_decode,
-                self.batch_invariant,
-            )
-        return self._types[key]
-
 
 class EncoderAttention:
     """Computes the attention of an encoder's layer.
@@ -184,8 +160,6 @@ class EncoderAttention:
         sinks and quantised caches, which vLLM's encoders do not have.
     batch_invariant : a token's bits must not depend on other requests. Default False.
     """
-
-    plans_decode = False
 
     def __init__(self, layer: Layer, batch_invariant: bool = False) -> None:
         odd = {
@@ -200,24 +174,17 @@ class EncoderAttention:
                     f"encoder attention must have no {name}: kernels would need a window to the right, a bias of both "
                     "sides, or keys of a cache"
                 )
-        self.layer = layer
-        self.batch_invariant = batch_invariant
-        self.sinks: torch.Tensor | None = None
+        self.layer, self.batch_invariant = layer, batch_invariant
 
     def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        step: StepMetadata,
-        output: torch.Tensor,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: StepMetadata, output: torch.Tensor
     ) -> None:
         """Compute the attention of a step's requests, each over all of its own tokens, into `output`.
 
         `query` and `output` are `[tokens, heads, head_size]`, `key` and `value` `[tokens, kv_heads, head_size]`; rows
         past the step's tokens are padding.
         """
-        kind = LayerType(self.layer.of_plan(), 0, query.dtype, query.dtype, True, self.batch_invariant, causal=False)
-        session = step.planned(kind)
+        kind = LayerType.of(self.layer, 0, query.dtype, query.dtype, self.batch_invariant)
+        session = step.planned(kind, decodes_too=True)
         rows = session.rows
         session.wrapper.run(query[rows], key[rows], value[rows], q_scale=self.layer.scale, out=output[rows])

@@ -1,4 +1,4 @@
-"""The backend as vLLM's registry names it: what it supports, and its classes."""
+"""The backend as vLLM's registry names it: the attention of a layer, the metadata of a step, and what is supported."""
 
 from __future__ import annotations
 
@@ -7,14 +7,198 @@ from typing import Any, ClassVar
 
 import torch
 from vllm import envs
-from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.config import get_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from cute_attn.integrations.vllm import NAME, support
-from cute_attn.integrations.vllm.builder import CuteAttnMetadataBuilder
-from cute_attn.integrations.vllm.impl import CuteAttnImpl
+from cute_attn.integrations.vllm.attention import EncoderAttention, LayerAttention, has_standard_slopes
+from cute_attn.integrations.vllm.metadata import Batch, Sessions, StepMetadata, split_decodes, workspaces
 from cute_attn.integrations.vllm.support import Layer
 from cute_attn.request.settings import HALF
+
+ENCODERS = AttentionType.ENCODER, AttentionType.ENCODER_ONLY
+
+
+class CuteAttnImpl(AttentionImpl):
+    """Self-attention and cross attention of decoders over the paged cache, and self-attention of encoders. vLLM makes
+    one per layer.
+
+    Parameters are vLLM's, in its order; `sinks` (floating-point `[num_heads]`, natural-log domain) by keyword.
+    NotImplementedError for ALiBi slopes that are not the standard ones, and what no kernel of the GPU
+    supports, with the reason.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if sinks is not None and sinks.numel() != num_heads:
+            raise ValueError(f"sinks must have {num_heads} elements, one per head, got shape {tuple(sinks.shape)}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sliding_window = None if sliding_window is None else (sliding_window - 1, 0)
+        self.logits_soft_cap = logits_soft_cap
+        self.alibi_slopes = alibi_slopes
+        self.sinks = sinks
+        layer = Layer(
+            num_heads,
+            head_size,
+            self.scale,
+            self.num_kv_heads,
+            kv_cache_dtype,
+            window_left=-1 if sliding_window is None else sliding_window - 1,
+            soft_cap=logits_soft_cap or 0.0,
+            alibi=has_standard_slopes(alibi_slopes, num_heads),
+            sinks=sinks is not None,
+        )
+        self.attention: LayerAttention | EncoderAttention
+        if attn_type in ENCODERS:
+            self.attention = EncoderAttention(layer, envs.VLLM_BATCH_INVARIANT)
+            return
+        capability = current_platform.get_device_capability()
+        self.attention = LayerAttention(
+            layer,
+            get_current_vllm_config().model_config.dtype,
+            None if capability is None else (capability.major, capability.minor),
+            batch_invariant=envs.VLLM_BATCH_INVARIANT,
+        )
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Take the sinks as float32, which kernels read: once, not in every step. Again after new weights."""
+        if self.sinks is None or isinstance(self.attention, EncoderAttention):
+            return
+        if self.attention.sinks is None:
+            self.attention.sinks = self.sinks.to(torch.float32)
+        else:
+            self.attention.sinks.copy_(self.sinks)  # captured graphs keep its address
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: StepMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the step's attention into `output` and return it.
+
+        `query` and `output` are `[tokens, num_heads, head_size]`. Keys and values are read from `kv_cache`, into which
+        `do_kv_cache_update`, or the layer that this one shares a cache with, has written them. Without metadata, which
+        is a profiling run, the output is 0.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("quantised output is not supported: output_scale and output_block_scale")
+        if attn_metadata is None:
+            return output.fill_(0)
+        if isinstance(self.attention, EncoderAttention):
+            assert key is not None
+            assert value is not None
+            self.attention.run(query, key, value, attn_metadata, output)
+            return output
+        scales = layer._k_scale_float, layer._v_scale_float
+        clamps_ranges = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+        self.attention.run(query, kv_cache, attn_metadata, output, *scales, clamps_ranges)
+        return output
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write keys and values `[tokens, num_kv_heads, head_size]` to the slots; rows of slots < 0 are padding."""
+        if isinstance(self.attention, LayerAttention):  # encoders have no cache
+            self.attention.write(key, value, kv_cache, slot_mapping, (layer._k_scale, layer._v_scale))
+
+
+class CuteAttnMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
+    """Builds a step's metadata: a few slices. Plans are made by the layers that need them.
+
+    Requests of up to 1 + num_speculative_tokens query tokens are decodes, which vLLM puts first.
+    """
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._sessions = Sessions(workspaces(vllm_config, device))
+        self._speculates = vllm_config.speculative_config is not None
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return UNIFORM_BATCH: decodes with equally many query tokens. NEVER for encoders, whose plans need lengths on
+        the host, and where decode needs a plan and the older model runner of vLLM captures, whose warm-up does not say
+        that a capture follows.
+        """
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        found = [impl.attention for layer in layers if isinstance(impl := getattr(layer, "impl", None), CuteAttnImpl)]
+        of_decoders = [attention for attention in found if isinstance(attention, LayerAttention)]
+        planned = any(attention.plans_decode for attention in of_decoders)
+        if len(of_decoders) < len(found) or (planned and not getattr(vllm_config, "use_v2_model_runner", False)):
+            return AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_BATCH
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> StepMetadata:
+        """Return the metadata of a step that warms up or captures a CUDA graph."""
+        return dataclasses.replace(self.build(0, common_attn_metadata), for_capture=True)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepMetadata:
+        """Return the metadata of a step. `common_prefix_len` is always 0, and `fast_build` makes no difference."""
+        common = common_attn_metadata
+        if not isinstance(common.causal, bool):
+            raise NotImplementedError(
+                f"causal must be one bool for all requests, got {common.causal!r}: kernels need a mask per request"
+            )
+        decodes = split_decodes(
+            common.query_start_loc_cpu,
+            common.num_reqs,
+            common.num_actual_tokens,
+            common.max_query_len,
+            self.reorder_batch_threshold if common.causal else 1,
+        )
+        # vLLM's bound is the length of every request, except of those that verify drafts.
+        exact: Any = True
+        if self._speculates:
+            exact = False if common.is_prefilling is None else common.is_prefilling
+        batch = Batch(
+            common.num_reqs,
+            common.query_start_loc,
+            common.query_start_loc_cpu,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.seq_lens_cpu_upper_bound,
+            exact,
+            gpu_sync_allowed,
+        )
+        return StepMetadata(batch, decodes, self._sessions, common.causal, mm_prefix_range=common.mm_req_doc_ranges)
 
 
 class OnKernels:
@@ -100,31 +284,11 @@ class CuteAttnBackend(OnKernels, AttentionBackend):
         return dataclasses.replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=content)
 
     @classmethod
-    def supports_sink(cls) -> bool:
-        """Return True."""
+    def _supported(cls, attn_type: str = "") -> bool:
         return True
 
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Return True."""
-        return True
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        """Return True: decoders, cross attention over a decoder's cache, and encoders, which have none."""
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """Return True for tokens that see all keys of their request."""
-        return True
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Return True: the tokens of an image see each other, in kernels that read each token's range."""
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Return True: with VLLM_BATCH_INVARIANT=1 all steps run plans whose keys are not split."""
-        return True
+    supports_sink = supports_sliding_window = _supported
+    supports_attn_type = _supported  # decoders, cross attention over a decoder's cache, and encoders, which have none
+    supports_non_causal = _supported  # tokens that see all keys of their request
+    supports_mm_prefix = _supported  # the tokens of an image see each other, in kernels that read each token's range
+    supports_batch_invariance = _supported  # with VLLM_BATCH_INVARIANT=1 all steps run plans whose keys are not split

@@ -30,11 +30,6 @@ class LatentDecodes(NamedTuple):
     workspace: torch.Tensor
     backend: str = "auto"
 
-    def lengths(self) -> MlaLengths:
-        """Return the lengths and pages of a call."""
-        starts = None if self.decodes.uniform else self.query_start_loc
-        return MlaLengths(starts, None, self.block_table, self.seq_lens, self.decodes.q_len)
-
 
 def decode(
     query: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -64,7 +59,8 @@ def decode(
     if cache.dtype == torch.uint8:
         cache = cache.view(NARROW)
     factor = cache_scale if cache.dtype == NARROW else 1.0
-    used, lengths = step.decodes.num_tokens, step.lengths()
+    used, starts = step.decodes.num_tokens, None if step.decodes.uniform else step.query_start_loc
+    lengths = MlaLengths(starts, None, step.block_table, step.seq_lens, step.decodes.q_len)
     all_out = out = q.new_empty((*q.shape[:2], LATENT))
     all_lse = lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     if used < q.shape[0]:

@@ -58,52 +58,57 @@ class Size(NamedTuple):
 
 
 class LayerType(NamedTuple):
-    """What a plan depends on besides lengths and pages."""
+    """What a plan depends on besides lengths and pages: arguments of `plan`. Scales and sinks are given to runs: layers
+    that differ in them share a plan.
+    """
 
-    layer: Layer  # as `Layer.of_plan` returns it
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
     page_size: int  # 0: an encoder's layer, whose keys are those of the query tokens
-    q_dtype: torch.dtype
-    kv_dtype: torch.dtype
-    decodes_too: bool  # all requests of the step, not only those after the decodes
-    batch_invariant: bool = False  # keys are not split, and tiles do not depend on lengths
-    ranges: bool = False  # tokens of an image see each other
-    causal: bool = True
+    q_data_type: torch.dtype
+    kv_data_type: torch.dtype
+    pos_encoding_mode: str
+    logits_soft_cap: float
+    window_left: int
+    causal: bool
+    disable_split_kv: bool  # batch invariant: tiles do not depend on lengths either
+    sm_scale: float = 1.0
 
-    def wrapper(self, workspace: torch.Tensor, backend: str, size: Size | None) -> Wrapper:
-        """Return a wrapper for layers of the type. `size`: of the CUDA graph of decodes that its plan is part of."""
+    @classmethod
+    def of(
+        cls, layer: Layer, page_size: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, batch_invariant: bool
+    ) -> LayerType:
+        """Return the type of a layer. Encoders are not causal."""
+        heads, scores = (layer.num_heads, layer.num_kv_heads), (layer.pos_encoding_mode, layer.soft_cap)
+        form = *heads, layer.head_size, layer.head_size, page_size, q_dtype, kv_dtype
+        return cls(*form, *scores, layer.window_left, page_size > 0, batch_invariant)
+
+    def wrapper(self, sessions: Sessions, ranges: bool, size: Size | None) -> Wrapper:
+        """Return a wrapper for layers of the type. `ranges`: tokens of an image see each other. `size`: of the CUDA
+        graph of decodes that its plan is part of.
+        """
+        workspace, backend = sessions.workspaces.planned, sessions.backend
         if not self.page_size:
             return BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
-        if self.ranges:
+        if ranges:
             return BatchPrefillWithCausalBidirectionalRangesWrapper(
-                workspace, KV_LAYOUT, backend=backend, pos_encoding_mode=self.layer.pos_encoding_mode,
-                q_data_type=self.q_dtype, kv_data_type=self.kv_dtype, head_dim_qk=self.layer.head_size,
-                head_dim_vo=self.layer.head_size,
+                workspace, KV_LAYOUT, backend=backend, pos_encoding_mode=self.pos_encoding_mode,
+                q_data_type=self.q_data_type, kv_data_type=self.kv_data_type, head_dim_qk=self.head_dim_qk,
+                head_dim_vo=self.head_dim_vo,
             )  # fmt: skip
         if size is None:
             return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, backend=backend)
         count, _, width, device = size
         lengths = (count + 1, count + 1, count * width + 1, count)
-        qo_indptr, kv_indptr, indices, last = (torch.zeros(n, dtype=torch.int32, device=device) for n in lengths)
-        return BatchPrefillWithPagedKVCacheWrapper(
-            workspace, KV_LAYOUT, True, qo_indptr, kv_indptr, indices, last, backend=backend
-        )
+        qo, kv, indices, last = (torch.zeros(n, dtype=torch.int32, device=device) for n in lengths)
+        return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, True, qo, kv, indices, last, backend=backend)
 
-    def options(self) -> dict[str, Any]:
+    def options(self, ranges: bool) -> dict[str, Any]:
         """Return the keywords of its `plan`. Where tokens have ranges, runs say the mask."""
-        found: dict[str, Any] = {} if self.ranges else {"causal": self.causal, "window_left": self.layer.window_left}
-        if self.page_size:
-            found["page_size"] = self.page_size
-        return found | {
-            "num_qo_heads": self.layer.num_heads,
-            "num_kv_heads": self.layer.num_kv_heads,
-            "head_dim_qk": self.layer.head_size,
-            "pos_encoding_mode": self.layer.pos_encoding_mode,
-            "sm_scale": self.layer.scale,
-            "logits_soft_cap": self.layer.soft_cap,
-            "q_data_type": self.q_dtype,
-            "kv_data_type": self.kv_dtype,
-            "disable_split_kv": self.batch_invariant,
-        }
+        left_out = {"page_size"} if not self.page_size else {"causal", "window_left"} if ranges else set()
+        return {name: value for name, value in self._asdict().items() if name not in left_out}
 
 
 class Decodes(NamedTuple):
@@ -148,7 +153,6 @@ class Batch:
     """A step's requests as vLLM describes them, padding included."""
 
     num_reqs: int
-    num_tokens: int
     query_start_loc: torch.Tensor  # int32 [num_reqs + 1] on the device
     query_start_loc_cpu: torch.Tensor  # the same on the host
     seq_lens: torch.Tensor  # int32 [num_reqs] on the device: keys, those of this step included
@@ -165,17 +169,13 @@ class Batch:
         """
         rows = slice(first, self.num_reqs)
         used = np.diff(self.query_start_loc_cpu[first : self.num_reqs + 1].numpy()) > 0
-        if self.host_seq_lens is not None and self._bound_is_exact(rows, used):
+        exact = self.exact if isinstance(self.exact, bool) else bool(self.exact[rows].numpy()[used].all())
+        if self.host_seq_lens is not None and exact:
             lengths = self.host_seq_lens[rows].numpy()
         else:
             with self.sync():
                 lengths = self.seq_lens[rows].cpu().numpy()
         return np.where(used, lengths, 0).astype(np.int64)
-
-    def _bound_is_exact(self, rows: slice, used: np.ndarray) -> bool:
-        if isinstance(self.exact, bool):
-            return self.exact
-        return bool(self.exact[rows].numpy()[used].all())
 
 
 class Pages(NamedTuple):
@@ -263,15 +263,14 @@ class Sessions:
     def __init__(self, workspaces: Workspaces, backend: str = "auto") -> None:
         self.workspaces = workspaces
         self.backend = backend
-        self._by_type: dict[tuple[LayerType, Size | None], Session] = {}
+        self._by_type: dict[tuple[LayerType, bool, Size | None], Session] = {}
 
-    def of(self, kind: LayerType, size: Size | None = None) -> Session:
-        """Return the session of a layer type, made by its first layer. `size`: of a CUDA graph, which has its own."""
-        session = self._by_type.get((kind, size))
-        if session is None:
-            wrapper = kind.wrapper(self.workspaces.planned, self.backend, size)
-            session = self._by_type[kind, size] = Session(wrapper)
-        return session
+    def of(self, kind: LayerType, ranges: bool, size: Size | None) -> Session:
+        """Return the session of a layer type, made by its first layer; arguments as for `LayerType.wrapper`."""
+        key = kind, ranges, size
+        if key not in self._by_type:
+            self._by_type[key] = Session(kind.wrapper(self, ranges, size))
+        return self._by_type[key]
 
 
 @dataclass(eq=False)
@@ -302,24 +301,25 @@ class StepMetadata:
         """Whether there are requests after the decodes."""
         return self.decodes.num_reqs < self.batch.num_reqs
 
-    def planned(self, kind: LayerType) -> Session:
-        """Return the session of a layer type, planned for this step: by the first layer of the type.
+    def planned(self, kind: LayerType, decodes_too: bool) -> Session:
+        """Return the session of a layer type, planned for this step: by the first layer of the type. `decodes_too`: for
+        all requests of the step, not only those after the decodes.
 
         NotSupported while a CUDA graph is captured, but for uniform decodes: other plans need lengths on the host.
         """
-        first = 0 if kind.decodes_too else self.decodes.num_reqs
+        first = 0 if decodes_too else self.decodes.num_reqs
         if not kind.page_size:
             starts = self.batch.query_start_loc_cpu
-            return self._session(kind, lambda: self._rows_from(0), lambda: (starts, starts))
+            return self._session(kind, first, lambda: (starts, starts))
         kind = kind._replace(causal=self.causal)
         if self.for_capture and self.decodes.uniform and not self.has_prefills:
             return self._planned_in_graph(kind)
-        if not self.causal and kind.layer.window_left >= 0:
+        if not self.causal and kind.window_left >= 0:
             raise NotImplementedError("a sliding window of tokens that see later keys: kernels have none to the right")
-        ranges = None if self.mm_prefix_range is None else self._ranges_from(first, self.mm_prefix_range)
-        kind = kind._replace(ranges=ranges is not None)
-        rows, pages = (lambda: self._rows_from(first)), (lambda: self._pages_from(first, kind.page_size))
-        session = self._session(kind, rows, pages)
+        if self.mm_prefix_range is not None and first not in self._ranges:
+            self._ranges[first] = token_ranges(self.batch, first, self.mm_prefix_range)
+        ranges = self._ranges.get(first)
+        session = self._session(kind, first, lambda: self._pages_from(first, kind.page_size), ranges is not None)
         session.ranges = ranges
         return session
 
@@ -329,32 +329,28 @@ class StepMetadata:
         if key not in self._pages:
             self._pages[key] = device_pages(batch, decodes.q_len, kind.page_size)
         size = Size(decodes.num_reqs, decodes.q_len, batch.block_table.shape[1], batch.seq_lens.device)
-        return self._session(kind, lambda: slice(0, decodes.num_tokens), lambda: self._pages[key], size)
+        session = self._session(kind, 0, lambda: self._pages[key], size=size)
+        session.rows = slice(0, decodes.num_tokens)
+        return session
 
     def _session(
         self,
         kind: LayerType,
-        rows: Callable[[], slice],
+        first: int,
         arrays: Callable[[], Iterable[torch.Tensor]],
+        ranges: bool = False,
         size: Size | None = None,
     ) -> Session:
-        """Return the session of a layer type, planned over index arrays by the first layer that asks for it."""
-        session = self.sessions.of(kind, size)
+        """Return the session of a layer type, planned over index arrays of the requests from `first` on by the first
+        layer that asks for it.
+        """
+        session = self.sessions.of(kind, ranges, size)
         if session.step is not self:
             session.step = None
-            session.wrapper.plan(*arrays(), **kind.options())
-            session.step, session.rows = self, rows()
+            session.wrapper.plan(*arrays(), **kind.options(ranges))
+            starts = self.batch.query_start_loc_cpu
+            session.step, session.rows = self, slice(int(starts[first]), int(starts[self.batch.num_reqs]))
         return session
-
-    def _rows_from(self, first: int) -> slice:
-        """Return the rows of the query of the requests from `first` on."""
-        starts = self.batch.query_start_loc_cpu
-        return slice(int(starts[first]), int(starts[self.batch.num_reqs]))
-
-    def _ranges_from(self, first: int, spans: Spans) -> torch.Tensor | None:
-        if first not in self._ranges:
-            self._ranges[first] = token_ranges(self.batch, first, spans)
-        return self._ranges[first]
 
     def _pages_from(self, first: int, page_size: int) -> Pages:
         if self.batch.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -41,23 +41,12 @@ class Layer(NamedTuple):
         """The wrappers' name of what scores get by position."""
         return "ALIBI" if self.alibi else "NONE"
 
-    def of_plan(self) -> Layer:
-        """Return what a plan reads: layers that differ in scale, sinks or the name of a cache dtype share one."""
-        return self._replace(scale=1.0, sinks=False, kv_cache_dtype="auto")
-
 
 def stored_as(kv_cache_dtype: str) -> str:
     """Return how rows are stored for one of vLLM's names of cache dtypes: "copy", "nvfp4" or an fp8 dtype's name."""
     if kv_cache_dtype not in STORED:
         raise NotImplementedError(f"kv_cache_dtype must be one of {', '.join(STORED)}, got {kv_cache_dtype!r}")
     return STORED[kv_cache_dtype]
-
-
-def element(stored: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a cache as kernels read it. `dtype`: the model's."""
-    if stored == COPY:
-        return dtype
-    return torch.uint8 if stored == NVFP4 else getattr(torch, stored)
 
 
 def compute_capability_reason(major: int, minor: int) -> str | None:
@@ -102,10 +91,11 @@ def decodes_without_plan(layer: Layer, dtype: torch.dtype, capability: tuple[int
 def _features(layer: Layer, dtype: torch.dtype, decode: bool) -> Features:
     """Return the question to the table: paged prefill by a plan, or decode without one."""
     stored = STORED[layer.kv_cache_dtype]
+    kv_dtype = {COPY: dtype, NVFP4: torch.uint8}.get(stored) or getattr(torch, stored)
     return Features(
         device=torch.device("cuda"),
         q_dtype=dtype,
-        kv_dtype=element(stored, dtype),
+        kv_dtype=kv_dtype,
         o_dtype=dtype,
         num_qo_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,

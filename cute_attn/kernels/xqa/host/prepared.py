@@ -44,7 +44,8 @@ def one_page(device_index: int) -> torch.Tensor:
     table = torch.tensor([[0], [ONE_PAGE]], dtype=torch.int32, device="cpu")
     if device_index == CPU:
         return table
-    return capture.outside(device_index, functools.partial(table.to, f"cuda:{device_index}"))
+    device = torch.device("cuda", device_index)
+    return capture.outside(device, functools.partial(table.to, device))
 
 
 class XqaKernel(PreparedKernel):
@@ -72,7 +73,7 @@ class XqaKernel(PreparedKernel):
         strides = (*STRIDE_FIELDS, PAGES) if self.ahead else STRIDE_FIELDS
         request = (*REQUEST_FIELDS, ENTRIES) if self.ahead else REQUEST_FIELDS
         moving, settled = (TABLE_FIELDS, ()) if features.device_lengths else ((), TABLE_FIELDS)
-        self.counters: counters.DeviceCounters | counters.CpuCounters | None = None
+        self.counters: counters.Counters | None = None
         if features.kv_source == "dense" and not features.device_lengths:  # a single request, whose keys are one page
             self.counters = counters.of_device(gpu.device_index, counters.SEMAPHORES)
             table, length = one_page(gpu.device_index)
