@@ -11,18 +11,18 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from tests.support.case import Case
+from tests.support.case import BatchCase
 
 
 def prefill(
     qo_len: int, kv_len: int, heads: tuple[int, int] = (2, 1), dims: int | tuple[int, int] = 64, **rest: Any
-) -> Case:
+) -> BatchCase:
     dim_qk, dim_vo = (dims, dims) if isinstance(dims, int) else dims
-    return Case("prefill", qo_len, kv_len, *heads, dim_qk, dim_vo, **rest)
+    return BatchCase("single_prefill", (qo_len,), (kv_len,), *heads, dim_qk, dim_vo, **rest)
 
 
-def decode(kv_len: int, heads: tuple[int, int] = (2, 1), dim: int = 64, **rest: Any) -> Case:
-    return Case("decode", 1, kv_len, *heads, dim, dim, **rest)
+def decode(kv_len: int, heads: tuple[int, int] = (2, 1), dim: int = 64, **rest: Any) -> BatchCase:
+    return BatchCase("single_decode", (1,), (kv_len,), *heads, dim, dim, **rest)
 
 
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
@@ -42,7 +42,7 @@ DTYPES = ("float16", "bfloat16")
 STORAGES = ("dense", "packed_qkv", "padded", "odd", "transposed", "expanded")
 LAYOUTS = ("NHD", "HND")
 
-SMALL: tuple[Case, ...] = (
+SMALL: tuple[BatchCase, ...] = (
     # head dims
     prefill(65, 129, (2, 1), 64),
     prefill(33, 65, (1, 1), 80, **BF16),
@@ -128,7 +128,7 @@ SMALL: tuple[Case, ...] = (
 )
 
 
-def _full() -> Iterator[Case]:
+def _full() -> Iterator[BatchCase]:
     """Real sizes, in groups that each vary one or two things."""
     yield from _full_shapes()
     yield from _full_features()
@@ -138,7 +138,7 @@ def _full() -> Iterator[Case]:
     yield from (random_case(seed) for seed in range(40))
 
 
-def _full_shapes() -> Iterator[Case]:
+def _full_shapes() -> Iterator[BatchCase]:
     masks = itertools.cycle(("none", "causal", "custom", "packed"))
     dtypes = itertools.cycle(DTYPES)
     for dims, dtype, mask in itertools.product(DIMS, DTYPES, ("none", "causal")):
@@ -160,7 +160,7 @@ def _full_shapes() -> Iterator[Case]:
         yield prefill(3001, 3001, (16, 16), (192, 128), dtype=dtype, mask=mask)
 
 
-def _full_features() -> Iterator[Case]:
+def _full_features() -> Iterator[BatchCase]:
     dtypes = itertools.cycle(DTYPES)
     for window_left, mask, dim in itertools.product((0, 1, 15, 64, 127, 5000), ("none", "causal", "packed"), (64, 128)):
         yield prefill(300, 700, (4, 2), dim, dtype=next(dtypes), mask=mask, window_left=window_left)
@@ -199,7 +199,7 @@ def _full_features() -> Iterator[Case]:
         yield prefill(77, 300, (4, 4), 64, **HND, **scales)
 
 
-def _full_memory() -> Iterator[Case]:
+def _full_memory() -> Iterator[BatchCase]:
     some_dims: tuple[int | tuple[int, int], ...] = (64, 80, 128, 256, (192, 128))
     dtypes = itertools.cycle(DTYPES)
     masks = itertools.cycle(("causal", "none", "custom", "packed", "none"))
@@ -209,7 +209,7 @@ def _full_memory() -> Iterator[Case]:
         )
 
 
-def _full_decode() -> Iterator[Case]:
+def _full_decode() -> Iterator[BatchCase]:
     dtypes, dims = itertools.cycle(DTYPES), itertools.cycle(DECODE_DIMS)
     variants: tuple[dict[str, Any], ...] = (
         {},
@@ -237,7 +237,7 @@ def _full_decode() -> Iterator[Case]:
     yield decode(20000, (4, 1), 128, window_left=9000)
 
 
-def _full_other_dims() -> Iterator[Case]:
+def _full_other_dims() -> Iterator[BatchCase]:
     """Head dims that the other groups leave out: 512, and those that share the tiles of others."""
     dtypes = itertools.cycle(DTYPES)
     masks = itertools.cycle(("causal", "none", "custom", "packed", "none"))
@@ -256,7 +256,7 @@ def _full_other_dims() -> Iterator[Case]:
         yield decode(kv_len, heads, 512, dtype=next(dtypes), **E4M3, kv_layout="HND", k_scale=0.5, v_scale=1.25)
 
 
-def random_case(seed: int, max_len: int = 1500) -> Case:
+def random_case(seed: int, max_len: int = 1500) -> BatchCase:
     """A case for fuzzing: any legal mixture, lengths up to `max_len`."""
     rng = random.Random(seed)
 
@@ -289,4 +289,4 @@ def random_case(seed: int, max_len: int = 1500) -> Case:
     return prefill(length(), length(), dims=rng.choice(DIMS), mask=mask, **common)
 
 
-FULL: tuple[Case, ...] = tuple(dict.fromkeys(_full()))
+FULL: tuple[BatchCase, ...] = tuple(dict.fromkeys(_full()))
