@@ -39,8 +39,8 @@ def test_every_feature_is_there(cases: tuple[BatchCase, ...]) -> None:
         "storage": STORAGES,
         "head_dim_qk": (64, 80, 96, 112, 128, 192, 256),
         "return_lse": (True, False),
-        "qo_lens": ((1,), (15,), (17,), (63,), (65,), (127,), (129,)),
-        "kv_lens": ((0,), (1,), (15,), (17,), (63,), (65,), (127,), (129,)),
+        "qo_lens": ((1,), (15,), (17,), (65,), (127,)),
+        "kv_lens": ((0,), (15,), (17,), (63,), (65,), (127,), (129,)),
         "tensor_scales": (True, False),
     }.items():
         assert {getattr(case, name) for case in cases} >= set(values), name

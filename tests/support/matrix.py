@@ -44,53 +44,32 @@ LAYOUTS = ("NHD", "HND")
 
 SMALL: tuple[BatchCase, ...] = (
     # head dims
-    prefill(65, 129, (2, 1), 64),
     prefill(33, 65, (1, 1), 80, **BF16),
     prefill(33, 65, (2, 2), 96, **CAUSAL),
     prefill(17, 63, (1, 1), 112, **CAUSAL),
-    prefill(63, 127, (4, 2), 128, **BF16, **CAUSAL),
-    prefill(17, 65, (1, 1), 256),
     prefill(65, 65, (1, 1), 256, **BF16, **CAUSAL),
     prefill(33, 65, (2, 1), (192, 128), **CAUSAL),
     prefill(17, 33, (1, 1), (192, 128), **BF16, **HND),
-    prefill(33, 65, (2, 1), 512, **BF16, **CAUSAL),
     prefill(17, 33, (1, 1), 512, **PACKED, pos_encoding_mode="ROPE_LLAMA", logits_soft_cap=30.0, storage="padded"),
     prefill(17, 65, (2, 2), 72, **BF16, **CAUSAL, storage="padded"),
     prefill(70, 17, (1, 1), (40, 72), o_dtype="float32"),
     prefill(17, 33, (1, 1), 160, pos_encoding_mode="ROPE_LLAMA"),
     # lengths off every tile, and edges
-    prefill(1, 1, **CAUSAL),
-    prefill(1, 127, (1, 1), **BF16),
-    prefill(15, 15, (3, 1), **CAUSAL),
-    prefill(127, 17, (1, 1)),
-    prefill(129, 63, (1, 1), **CAUSAL),  # kv_len < qo_len: rows 0..65 see nothing, a whole tile of 64 among them
     prefill(17, 15, (2, 1), 128, **BF16, **CAUSAL, **HND),
-    prefill(129, 1, (1, 1), 64, **CAUSAL),
     prefill(17, 0, (2, 1)),
     prefill(5, 0, (2, 1), 128, **CAUSAL, **BF16),
     prefill(0, 17, (2, 1)),
-    prefill(127, 129, (1, 1), 64, return_lse=False),
-    prefill(1, 200, (5, 1), 128, **CAUSAL),
     # groups
     prefill(17, 33, (7, 1), **CAUSAL),
     prefill(15, 65, (16, 1), **BF16, **CAUSAL),
-    prefill(9, 33, (6, 3), 128, **HND),
     # windows
     prefill(65, 129, (1, 1), **CAUSAL, window_left=0),
-    prefill(65, 129, (1, 1), **CAUSAL, window_left=63),
-    prefill(33, 129, (2, 1), window_left=16),
     prefill(127, 63, (1, 1), **CAUSAL, **BF16, window_left=15),
-    prefill(17, 127, (1, 1), 128, **PACKED, window_left=32),
     # masks
-    prefill(33, 65, **CUSTOM),
     prefill(65, 127, (1, 1), 128, **BF16, **PACKED),
-    prefill(17, 129, (2, 1), **PACKED, storage="odd"),
     prefill(15, 17, (1, 1), (192, 128), **CUSTOM, storage="padded"),
-    prefill(1, 15, (2, 2), **CUSTOM),
     # logits: scale, soft cap, ALiBi
-    prefill(33, 65, **CAUSAL, logits_soft_cap=30.0),
     prefill(17, 65, (1, 1), 128, **BF16, logits_soft_cap=5.0),
-    prefill(33, 65, (3, 1), **ALIBI),
     prefill(17, 129, (4, 2), 128, **ALIBI, **CAUSAL, **BF16),
     prefill(33, 33, (5, 1), **ALIBI, **PACKED, logits_soft_cap=3.0),
     prefill(17, 33, **CAUSAL, sm_scale=0.0),
@@ -105,12 +84,10 @@ SMALL: tuple[BatchCase, ...] = (
     prefill(17, 65, (2, 1), 512, **E4M3, **CAUSAL),
     prefill(70, 33, (1, 1), 80, **E4M3, storage="padded"),
     # RoPE
-    prefill(33, 65, **ROPE),
     prefill(17, 127, (2, 1), 128, **ROPE, **CAUSAL, **BF16, rope_theta=5e5, rope_scale=8.0),
     prefill(33, 17, (1, 1), 80, **ROPE, **CAUSAL),
     prefill(17, 33, (1, 1), 64, **ROPE, **CUSTOM, logits_soft_cap=30.0, storage="padded", **HND),
     # memory
-    prefill(33, 33, (4, 2), 64, **CAUSAL, storage="packed_qkv"),
     prefill(17, 33, (2, 1), (192, 128), **HND, storage="packed_qkv"),
     prefill(33, 65, (2, 2), 80, **HND, storage="padded"),
     prefill(17, 65, (2, 2), 128, **BF16, storage="odd"),
