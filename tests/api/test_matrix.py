@@ -13,7 +13,6 @@ from tests.support.batch_case import BatchCase, call, check, make
 from tests.support.case import LOG2E
 from tests.support.matrix import FULL, SMALL, STORAGES, prefill, random_case
 
-
 DRAWN = tuple(random_case(seed) for seed in range(200))  # which every backend gets on a GPU, too
 
 
