@@ -71,6 +71,7 @@ def test_results_do_not_depend_on_chunks_of_rows(monkeypatch: pytest.MonkeyPatch
         "logits": Logits(0.25, 2.0, alibi_slopes(4)),
         "mask": Mask(causal=True, window_left=6),
     }
+    assert [len(alibi_slopes(heads)) for heads in (1, 6)] == [1, 6]
     whole = attention(q, k, v, **options)
     monkeypatch.setattr(reference, "CHUNK_BYTES", 3 * 2 * 11 * 8)  # three rows per chunk
     for a, b in zip(attention(q, k, v, **options), whole, strict=True):
