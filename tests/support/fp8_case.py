@@ -56,15 +56,9 @@ class Fp8Case:
 
     @property
     def id(self) -> str:
-        default = Fp8Case((), ())
-        parts = ["single" if self.single else f"page{self.page_size}" if self.page_size else "ragged"]
-        parts += ["x".join(map(str, lens)) for lens in (self.qo_lens, self.kv_lens, self.heads)]
-        shown = ("qo_lens", "kv_lens", "heads", "page_size", "single")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name not in shown and value != getattr(default, field.name):
-                parts.append(f"{field.name}={value}")
-        return "-".join(parts)
+        own = ("scales", "mean", "sinks", "spike", "spike_key")
+        shown = (f"{name}={x}" for name in own if (x := getattr(self, name)) != getattr(Fp8Case, name))
+        return "-".join([self.batch.id, *shown])
 
     def features(self, device: torch.device) -> Features:
         return batch_case.features(self.batch, device)
