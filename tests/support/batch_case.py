@@ -346,7 +346,7 @@ def _wrong_form(case: BatchCase, out: torch.Tensor, lse: torch.Tensor | None) ->
         for name, x, shape, dtype in expected
         if tuple(x.shape) != shape or x.dtype != dtype
     ]
-    return "; ".join(wrong + ["there is no lse"] * (case.return_lse and lse is None))
+    return "; ".join(wrong + ["there is no lse"] * (case.single and case.return_lse and lse is None))
 
 
 def _solve(case: BatchCase, request: Request, sinks: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor) -> None:
