@@ -7,22 +7,22 @@ import torch
 
 from tests.support import batch_case, fp8_case, fuzz, matrix
 from tests.support.batch_case import BatchCase, random_batch_case
-from tests.support.case import Case, poisoned_memory
-from tests.support.formula import assert_batch_right, assert_single_right
+from tests.support.case import poisoned_memory
+from tests.support.formula import assert_batch_right
 from tests.support.fp8_case import Fp8Case
 from tests.support.right import Solver
 
 
-def solved(problem: Case | BatchCase) -> Solver:
+def solved(problem: BatchCase) -> Solver:
     solver = Solver(problem)
     with poisoned_memory():
         out, lse = solver.call()
-    (assert_batch_right if solver.batch else assert_single_right)(problem, solver.inputs, out, lse)
+    assert_batch_right(problem, solver.inputs, out, lse)
     return solver
 
 
 @pytest.mark.parametrize("problem", [*matrix.SMALL, *batch_case.SMALL], ids=lambda problem: problem.id)
-def test_small(problem: Case | BatchCase) -> None:
+def test_small(problem: BatchCase) -> None:
     """The verdict that kernels get accepts the reference's results, too."""
     solved(problem).assert_right()
 

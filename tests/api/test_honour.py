@@ -11,7 +11,7 @@ import cute_attn
 from cute_attn.dispatch import capabilities, select
 from cute_attn.runtime.arch import named
 from tests.support.batch_case import features
-from tests.support.honour import BATCH, CALLS, ELSEWHERE, IDS, PERTURBATIONS, Perturbation, base, honour
+from tests.support.honour import CALLS, ELSEWHERE, IDS, PERTURBATIONS, Perturbation, base, honour
 
 FUNCTIONS = {
     "paged": cute_attn.BatchPrefillWithPagedKVCacheWrapper,
@@ -33,7 +33,7 @@ def test_refusals_say_why_and_what_instead(
     backend: capabilities.Backend, kind: str, perturbation: Perturbation
 ) -> None:
     case = base(kind, perturbation.after)
-    wanted = features(case, torch.device("cuda:0"), dense=kind not in BATCH)
+    wanted = features(case, torch.device("cuda:0"))
     arch = named("sm_100a" if backend.name == "fa4" else "sm_90a")
     reasons = select.reasons_against(backend, wanted, arch)
     rows = [row for row in capabilities.CAPABILITIES if backend.name in row.unsupported and row.needed(wanted)]
@@ -59,7 +59,7 @@ def test_every_argument_is_perturbed(kind: str) -> None:
 
 def test_every_capability_has_a_call() -> None:
     cpu = torch.device("cpu")
-    cases = [features(base(kind, p.after), cpu, dense=kind not in BATCH) for kind, p in CALLS]
+    cases = [features(base(kind, p.after), cpu) for kind, p in CALLS]
     scaled = cases[0]._replace(per_head_scales=True)
     fp8 = scaled._replace(q_dtype=torch.float8_e4m3fn, o_dtype=torch.float8_e5m2, head_dim_qk=96, head_dim_vo=96)
     strides = cases[0]._replace(expanded=True, large_cache=True, loose_scales=True, half_aligned_kv=True)

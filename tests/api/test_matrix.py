@@ -9,34 +9,28 @@ import pytest
 import torch
 
 from cute_attn.reference import attention as reference
-from tests.support.case import LOG2E, Case, check, make, problem
-from tests.support.matrix import FULL, SMALL, STORAGES, random_case
+from tests.support.batch_case import BatchCase, call, check, make
+from tests.support.case import LOG2E
+from tests.support.matrix import FULL, SMALL, STORAGES, prefill, random_case
 
-
-def solved(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference's own answer in the dtypes of the API."""
-    rows = (case.qo_len, case.num_qo_heads)
-    out = torch.empty(*rows, case.head_dim_vo, dtype=getattr(torch, case.o_dtype or case.dtype))
-    lse = torch.empty(rows)
-    reference.run(problem(case, make(case), out, lse))
-    return (out[0], lse[0]) if case.kind == "decode" else (out, lse)
+DRAWN = tuple(random_case(seed) for seed in range(200))  # which every backend gets on a GPU, too
 
 
 def test_cases_have_names_and_stay_in_their_sizes() -> None:
     for cases in (SMALL, FULL):
         assert len({case.id for case in cases}) == len(cases)
     assert len(SMALL) <= 75
-    assert max(max(case.qo_len, case.kv_len) for case in SMALL) <= 200
+    assert max(max(case.rows, *case.kv_lens) for case in SMALL) <= 200
     assert len(FULL) >= 300
-    for case in (*SMALL, *FULL, *(random_case(seed) for seed in range(300))):
+    for case in (*SMALL, *FULL, *DRAWN):
         assert case.num_qo_heads % case.num_kv_heads == 0
-        assert case.kind == "prefill" or (case.qo_len == 1 and case.mask == "none" and case.o_dtype is None)
+        assert case.kind == "single_prefill" or (case.rows == 1 and case.mask == "none" and case.o_dtype is None)
 
 
-@pytest.mark.parametrize("cases", [SMALL, FULL], ids=["small", "full"])
-def test_every_feature_is_there(cases: tuple[Case, ...]) -> None:
+@pytest.mark.parametrize("cases", [SMALL, (*FULL, *DRAWN)], ids=["small", "full"])
+def test_every_feature_is_there(cases: tuple[BatchCase, ...]) -> None:
     for name, values in {
-        "kind": ("prefill", "decode"),
+        "kind": ("single_prefill", "single_decode"),
         "dtype": ("float16", "bfloat16"),
         "kv_layout": ("NHD", "HND"),
         "mask": ("none", "causal", "custom", "packed"),
@@ -44,8 +38,8 @@ def test_every_feature_is_there(cases: tuple[Case, ...]) -> None:
         "storage": STORAGES,
         "head_dim_qk": (64, 80, 96, 112, 128, 192, 256),
         "return_lse": (True, False),
-        "qo_len": (1, 15, 17, 63, 65, 127, 129),
-        "kv_len": (0, 1, 15, 17, 63, 65, 127, 129),
+        "qo_lens": ((1,), (15,), (17,), (65,), (127,)),
+        "kv_lens": ((0,), (15,), (17,), (63,), (65,), (127,), (129,)),
         "tensor_scales": (True, False),
     }.items():
         assert {getattr(case, name) for case in cases} >= set(values), name
@@ -57,10 +51,9 @@ def test_every_feature_is_there(cases: tuple[Case, ...]) -> None:
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_unused_memory_is_poisoned(storage: str, kv_layout: str) -> None:
-    case = Case("prefill", 3, 5, 4, 2, 24, 16, mask="packed", storage=storage, kv_layout=kv_layout)
-    inputs = make(case)
-    tensors = (inputs.q, inputs.k, inputs.v)
-    assert inputs.k.shape == ((5, 2, 24) if kv_layout == "NHD" else (2, 5, 24))
+    inputs = make(prefill(3, 5, (4, 2), (24, 16), mask="packed", storage=storage, kv_layout=kv_layout))
+    tensors = (inputs.q, *inputs.kv)
+    assert inputs.kv[0].shape == ((5, 2, 24) if kv_layout == "NHD" else (2, 5, 24))
     used: dict[int, set[int]] = {}
     for x in tensors:
         assert torch.isfinite(x).all()
@@ -73,21 +66,20 @@ def test_unused_memory_is_poisoned(storage: str, kv_layout: str) -> None:
         assert int(torch.isfinite(whole).sum()) == len(live)
         assert min(live) > 128
         assert max(live) < whole.numel() - 128
-    mask = inputs.packed_custom_mask
-    assert mask is not None
+    mask = inputs.masks["packed_custom_mask"]
     assert mask[-1] >> 7 == 1  # 15 bits
     assert torch.equal(reference.unpack_mask(mask, 3, 5)[0], torch.zeros(5, dtype=torch.bool))
 
 
 def test_a_case_is_the_same_everywhere() -> None:
-    case = Case("prefill", 3, 5, 4, 2, 8, 8, storage="padded", mask="custom")
-    moved = make(dataclasses.replace(case, storage="transposed"))
-    for a, b in zip(vars(make(case)).values(), vars(moved).values(), strict=True):
-        assert a is b is None or torch.equal(a, b)
+    case = prefill(3, 5, (4, 2), 8, storage="padded", mask="custom")
+    inputs, moved = make(case), make(dataclasses.replace(case, storage="transposed"))
+    assert torch.equal(inputs.masks["custom_mask"], moved.masks["custom_mask"])
+    assert all(map(torch.equal, (inputs.q, *inputs.kv), (moved.q, *moved.kv)))
 
 
-CASE = Case("prefill", 33, 65, 4, 2, 64, 64, mask="causal")
-EMPTY = Case("prefill", 65, 33, 2, 1, 64, 64, mask="causal")
+CASE, EMPTY = prefill(33, 65, (4, 2), 64, mask="causal"), prefill(65, 33, (2, 1), 64, mask="causal")
+INPUTS, EMPTY_INPUTS = make(CASE), make(EMPTY)
 
 
 @pytest.mark.parametrize(
@@ -104,40 +96,40 @@ EMPTY = Case("prefill", 65, 33, 2, 1, 64, 64, mask="causal")
     ],
     ids=lambda case: case.id,
 )
-def test_the_verdict_sees_another_problem(wrong: Case) -> None:
-    rows = (CASE.qo_len, CASE.num_qo_heads)
-    out, lse = torch.empty(*rows, 64, dtype=torch.float16), torch.empty(rows)
-    inputs = make(CASE if wrong.seed == CASE.seed else wrong)
-    reference.run(problem(wrong, inputs, out, lse))
-    assert not check(CASE, out, lse).ok
+def test_the_verdict_sees_another_problem(wrong: BatchCase) -> None:
+    inputs = INPUTS if wrong.seed == CASE.seed else make(wrong)
+    assert not check(CASE, INPUTS, *call(wrong, inputs)).ok
 
 
 def test_the_verdict_sees_single_elements() -> None:
-    out, lse = solved(CASE)
+    out, lse = call(CASE, INPUTS)
+    assert lse is not None
     for broken, value in ((out, math.nan), (out, 9.0), (lse, math.nan), (lse, -math.inf), (lse, math.inf)):
         spot = (7, 2, 5)[: broken.dim()]
         kept = broken[spot].clone()
         broken[spot] = value
-        result = check(CASE, out, lse)
+        result = check(CASE, INPUTS, out, lse)
         assert not result.ok
         assert str(list(spot)) in result.detail
         broken[spot] = kept
-    assert not check(CASE, out, lse / LOG2E).ok
-    assert not check(CASE, out.roll(1, 1), lse).ok
-    assert check(CASE, out, lse).ok
+    assert not check(CASE, INPUTS, out, lse / LOG2E).ok
+    assert not check(CASE, INPUTS, out.roll(1, 1), lse).ok
+    assert check(CASE, INPUTS, out, lse).ok
 
 
 def test_the_verdict_wants_empty_rows_exact() -> None:
-    out, lse = solved(EMPTY)
-    assert check(EMPTY, out, lse).ok
+    out, lse = call(EMPTY, EMPTY_INPUTS)
+    assert lse is not None
+    assert check(EMPTY, EMPTY_INPUTS, out, lse).ok
     out[0, 0, 0] = 1e-6
-    assert "o[0, 0, 0]" in check(EMPTY, out, lse).detail
+    assert "o[0, 0, 0]" in check(EMPTY, EMPTY_INPUTS, out, lse).detail
     out[0, 0, 0] = -0.0
     lse[1, 1] = -1e30
-    assert "lse[1, 1]" in check(EMPTY, out, lse).detail
+    assert "lse[1, 1]" in check(EMPTY, EMPTY_INPUTS, out, lse).detail
 
 
 def test_the_verdict_wants_the_form_of_the_api() -> None:
-    out, lse = solved(CASE)
+    out, lse = call(CASE, INPUTS)
+    assert lse is not None
     for bad in ((out.float(), lse), (out[0], lse), (out, lse.double()), (out, lse.T), (out, None)):
-        assert not check(CASE, *bad).ok
+        assert not check(CASE, INPUTS, *bad).ok

@@ -36,7 +36,6 @@ from tests.emulator.patched import sharing
 from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.batch_case import decode as batch_decode
-from tests.support.case import Case
 from tests.support.fp8_case import Fp8Case
 from tests.support.matrix import decode, prefill
 from tests.support.mla_case import MlaCase
@@ -49,7 +48,7 @@ LAGGING = Schedule("lagging", 12)  # the producer of the second CTA of a pair
 
 # --- problems ---------------------------------------------------------------------------------------------------------
 
-AnyCase = Case | BatchCase | Fp8Case | MlaCase
+AnyCase = BatchCase | Fp8Case | MlaCase
 
 
 @dataclass(frozen=True)

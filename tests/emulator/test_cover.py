@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.support import batch_case, case, cover, fp8_case, matrix
+from tests.support import batch_case, cover, fp8_case, matrix
 from tests.support.cover import needed
 from tests.support.persistent_emulated import CUDA
 
 MATRICES = {
-    "requests": (matrix.SMALL, functools.partial(case.features, device=CUDA)),
+    "requests": (matrix.SMALL, functools.partial(batch_case.features, device=CUDA)),
     "batches": (batch_case.SMALL, functools.partial(batch_case.features, device=CUDA)),
     "fp8": (fp8_case.SMALL, functools.partial(fp8_case.Fp8Case.features, device=CUDA)),
 }

@@ -10,7 +10,6 @@ import torch
 from cute_attn import single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule
 from tests.support.batch_case import BatchCase, dims, heads, paged
-from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, E4M3, ROPE, decode, prefill
 from tests.support.persistent_emulated import name
 from tests.support.right import emulate, emulate_call
@@ -26,7 +25,7 @@ WIDE = (
     (prefill(40, 70, (1, 1), 512, **BF16), "sm_80"),
     (prefill(9, 33, (2, 1), 512, **CUSTOM, o_dtype="float32"), "sm_80"),
 )
-SMALL: tuple[Case | BatchCase, ...] = (
+SMALL: tuple[BatchCase, ...] = (
     prefill(130, 150, (2, 1), 128, **BF16, **CAUSAL),  # eight warps of 16 rows
     prefill(50, 200, (1, 1), 64, **CUSTOM, o_dtype="float32"),
     prefill(70, 70, (1, 1), 256, **BF16, **ROPE),
@@ -42,7 +41,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("problem", "arch", "schedule"), CASES, ids=name)
-def test_tiles(problem: Case | BatchCase, arch: str, schedule: Schedule) -> None:
+def test_tiles(problem: BatchCase, arch: str, schedule: Schedule) -> None:
     emulate(problem, arch, "fa2", schedule, sms=4)
 
 

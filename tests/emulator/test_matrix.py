@@ -6,9 +6,8 @@ import functools
 
 import pytest
 
-from tests.support import batch_case, case
+from tests.support import batch_case
 from tests.support.batch_case import BatchCase
-from tests.support.case import Case
 from tests.support.cover import needed
 from tests.support.executors import PARAMS, Executor
 from tests.support.matrix import SMALL
@@ -16,16 +15,16 @@ from tests.support.persistent_emulated import CUDA
 from tests.support.right import assert_solved, emulate
 
 
-def differs_on_ampere(problem: Case) -> bool:
+def differs_on_ampere(problem: BatchCase) -> bool:
     """Tiles of many rows or wide heads, and numbers of 8 bits, which no instruction converts. Of all others Ampere has
     Hopper's kernels of fa2, but for the two instructions of dependent launches and min.relu.
     """
-    rows = problem.qo_len * problem.num_qo_heads // problem.num_kv_heads
+    rows = problem.rows * problem.num_qo_heads // problem.num_kv_heads
     return problem.kv_dtype is not None or problem.head_dim_qk > 256 or rows > 64
 
 
-EMULATED = needed(SMALL, functools.partial(case.features, device=CUDA))
-BATCHES = needed(batch_case.SMALL, functools.partial(batch_case.features, device=CUDA))
+FEATURES = functools.partial(batch_case.features, device=CUDA)
+EMULATED, BATCHES = needed(SMALL, FEATURES), needed(batch_case.SMALL, FEATURES)
 CASES = [
     pytest.param(problem, *param.values, id=f"{param.id}-{problem.id}", marks=param.marks)
     for param in PARAMS
@@ -35,7 +34,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("problem", "on"), CASES)
-def test_single(problem: Case, on: Executor) -> None:
+def test_single(problem: BatchCase, on: Executor) -> None:
     with on.active():
         assert_solved(problem, on.device, backend=on.backend)
 

@@ -23,9 +23,8 @@ from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import Features
 from cute_attn.schedule import batch as batch_schedule
-from tests.support import batch_case, case, cross
+from tests.support import batch_case, cross
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
-from tests.support.case import Case
 from tests.support.cover import needed
 from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
 from tests.support.persistent_emulated import (
@@ -60,8 +59,8 @@ def dealt(
     return found
 
 
-SINGLE = dealt(SMALL, LONG, functools.partial(case.features, device=CUDA))
-BATCH = dealt(batch_case.SMALL, (*BATCHES, *GATHERED), functools.partial(batch_case.features, device=CUDA))
+FEATURES = functools.partial(batch_case.features, device=CUDA)
+SINGLE, BATCH = dealt(SMALL, LONG, FEATURES), dealt(batch_case.SMALL, (*BATCHES, *GATHERED), FEATURES)
 
 
 SCHEDULED = {(target, structure(problem)) for target, problem, _ in (*SINGLE, *BATCH)}
@@ -81,7 +80,7 @@ def scheduled(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
 
 
 @pytest.mark.parametrize(("target", "problem", "schedule"), SINGLE, ids=name)
-def test_single(target: Target, problem: Case, schedule: Schedule) -> None:
+def test_single(target: Target, problem: BatchCase, schedule: Schedule) -> None:
     solve_on(target, problem, schedule)
 
 
@@ -91,7 +90,7 @@ def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize(("target", "problem", "schedule"), scheduled(LONG), ids=name)
-def test_long(target: Target, problem: Case, schedule: Schedule) -> None:
+def test_long(target: Target, problem: BatchCase, schedule: Schedule) -> None:
     assert solve_on(target, problem, schedule, sms=3).records
 
 
@@ -264,7 +263,7 @@ CUT = (
 
 @pytest.mark.parametrize(("problem", "schedule"), in_turn(CUT, SCHEDULES), ids=name)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_cut_keys(target: Target, problem: Case, schedule: Schedule) -> None:
+def test_cut_keys(target: Target, problem: BatchCase, schedule: Schedule) -> None:
     """Short requests, whose heads share a tile, over keys that several CTAs divide."""
     assert_cut(target, solve_on(target, problem, schedule, sms=16))
 
@@ -284,7 +283,7 @@ def test_the_kernels_of_auto(target: Target) -> None:
     for qo_len, kernels, ran in ((65, "auto", own), (3, "auto", "fa2"), (3, own, own), (65, "fa2", "fa2")):
         problem = prefill(qo_len, 20, (1, 1))
         with using(target.arch, kernels=kernels) as emulation:
-            case.call(problem, case.make(problem), backend="emulator")
+            batch_case.call(problem, batch_case.make(problem), backend="emulator")
         assert [record.spec["kernel"] for record in emulation.records] == [ran]
 
 
@@ -324,7 +323,7 @@ def test_expanded_keys(target: Target) -> None:
 
 @pytest.mark.parametrize("draw", [cross.batch, cross.single], ids=["batch", "single"])
 @pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_as_right_as_fa2(target: Target, draw: Callable[..., Case | BatchCase]) -> None:
+def test_as_right_as_fa2(target: Target, draw: Callable[..., BatchCase]) -> None:
     """On the same inputs, as in `tests/gpu/test_cross.py`: some short problems."""
     problem = draw(target, 0, max_len=150)
     for backend in cross.backends(target):

@@ -11,7 +11,6 @@ from cute_attn import single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule, using
 from tests.support import narrow_outputs
 from tests.support.batch_case import BatchCase
-from tests.support.case import Case
 from tests.support.cover import needed
 from tests.support.fp8_case import CUT, LONG, SMALL, VARIED, Fp8Case
 from tests.support.persistent_emulated import TARGETS, Target, assert_cut, name, solve_on
@@ -41,7 +40,7 @@ def test_cut_keys(target: Target, case: Fp8Case, schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize(("problem", "schedule"), in_turn(narrow_outputs.PROBLEMS, structure=all_alike), ids=name)
-def test_narrow_outputs_are_rounded_once(problem: Case | BatchCase, schedule: Schedule) -> None:
+def test_narrow_outputs_are_rounded_once(problem: BatchCase, schedule: Schedule) -> None:
     """On the wgmma kernels, and by the merge of their partials."""
     with using("sm_90a", kernels="fa3", schedule=schedule, sms=8):
         narrow_outputs.assert_rounded(problem, "cpu", "emulator")

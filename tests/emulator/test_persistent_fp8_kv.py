@@ -13,7 +13,7 @@ from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_
 from cute_attn.emulator import Schedule, using
 from tests.support import batch_case, fp8_kv_cases
 from tests.support.batch_case import BatchCase
-from tests.support.case import LOG2E, Case
+from tests.support.case import LOG2E
 from tests.support.cover import needed
 from tests.support.matrix import SMALL
 from tests.support.persistent_emulated import BATCHES, GATHERED, LONG, Target, name, solve_on
@@ -21,8 +21,8 @@ from tests.support.schedules import ALL_SCHEDULES, in_turn, way_of_keys
 
 pytestmark = pytest.mark.emulator
 
-LONG_SINGLES = needed(fp8_kv_cases.singles(LONG))
-LONG_BATCHES = needed(fp8_kv_cases.batches([*BATCHES, *GATHERED]))
+LONG_SINGLES = needed(fp8_kv_cases.of_8_bits(LONG))
+LONG_BATCHES = needed(fp8_kv_cases.of_8_bits([*BATCHES, *GATHERED]))
 FIRST = {way_of_keys(batch): batch for batch in reversed(LONG_BATCHES)}.values()
 
 
@@ -44,15 +44,15 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 
 @pytest.mark.parametrize(
-    ("target", "problem", "schedule"), dealt(needed(fp8_kv_cases.singles(SMALL), besides=LONG_SINGLES)), ids=name
+    ("target", "problem", "schedule"), dealt(needed(fp8_kv_cases.of_8_bits(SMALL), besides=LONG_SINGLES)), ids=name
 )
-def test_single(target: Target, problem: Case, schedule: Schedule) -> None:
+def test_single(target: Target, problem: BatchCase, schedule: Schedule) -> None:
     solve_on(target, problem, schedule)
 
 
 @pytest.mark.parametrize(
     ("target", "batch", "schedule"),
-    dealt(needed(fp8_kv_cases.batches(batch_case.SMALL), besides=LONG_BATCHES)),
+    dealt(needed(fp8_kv_cases.of_8_bits(batch_case.SMALL), besides=LONG_BATCHES)),
     ids=name,
 )
 def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
@@ -60,7 +60,7 @@ def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize(("target", "problem", "schedule"), on_all(LONG_SINGLES), ids=name)
-def test_long(target: Target, problem: Case, schedule: Schedule) -> None:
+def test_long(target: Target, problem: BatchCase, schedule: Schedule) -> None:
     emulation = solve_on(target, problem, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {problem.kv_dtype}
 

@@ -17,7 +17,6 @@ from cute_attn.kernels.host.persistent import variant
 from cute_attn.schedule import cost_model
 from cute_attn.schedule.cuts import Cut
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
-from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, HND, prefill
 from tests.support.persistent_emulated import FA3, assert_cut, name, solve_on
 from tests.support.schedules import all_alike, in_turn
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.emulator
 LONG, MEDIUM = Launch(4096), Launch()
 FEW, SHORT, SHORTEST = Launch(kv_len=1024, few=True), Launch(kv_len=1024), Launch(kv_len=224)
 # Of q in registers, with SHORT all, the last step half zeros.
-SINGLE: tuple[tuple[Launch, Case], ...] = (
+SINGLE: tuple[tuple[Launch, BatchCase], ...] = (
     (LONG, prefill(400, 500, (1, 1), 128, **CAUSAL, **BF16)),
     (FEW, prefill(150, 200, (2, 1), 128, **CAUSAL)),
     (FEW, prefill(150, 200, (2, 1), 72)),
@@ -76,7 +75,7 @@ def assert_tile(launch: Launch, mask: str, emulation: Emulation) -> None:
 
 
 @pytest.mark.parametrize(("case", "schedule"), in_turn((*SINGLE, *BATCHES), structure=all_alike), ids=name)
-def test_tiles(case: tuple[Launch, Case | BatchCase], schedule: Schedule) -> None:
+def test_tiles(case: tuple[Launch, BatchCase], schedule: Schedule) -> None:
     launch, problem = case
     with mock.patch.object(variant, "launch_of", return_value=launch):
         emulation = solve_on(FA3, problem, schedule, sms=2)

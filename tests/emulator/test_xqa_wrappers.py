@@ -15,11 +15,11 @@ from cute_attn.kernels.xqa import tiles
 from cute_attn.request import caches
 from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads
-from tests.support.case import Case
 from tests.support.cover import needed
 from tests.support.graphs import Captured, emulated_graph, graph_wrapper
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import SMALL as MATRIX
+from tests.support.matrix import decode as request
 from tests.support.right import Solver, assert_planned_right, emulate, emulate_call
 from tests.support.schedules import KINDS, in_turn
 from tests.support.xqa_batches import CUDA, GRAPHED, SMALL, is_taken, random_batches
@@ -29,10 +29,10 @@ pytestmark = pytest.mark.emulator
 
 DECODE_CALLS = {name: call for name, call in zip(IDS, CALLS, strict=True) if "decode" in call[0]}
 BATCHES = needed(SMALL, functools.partial(batch_case.features, device=CUDA))
-SINGLE = [problem for problem in MATRIX if problem.kind == "decode" and is_taken(problem)]
-SINGLE += [Case("decode", 1, 150, 4, 1, dim, dim, storage="padded") for dim in (512, 32)]
+SINGLE = [problem for problem in MATRIX if problem.kind == "single_decode" and is_taken(problem)]
+SINGLE += [request(150, (4, 1), dim, storage="padded") for dim in (512, 32)]
 SINGLE += [
-    Case("decode", 1, kv_len, 8, 2, 128, 128, "bfloat16", E4M3, kv_layout=kv_layout)
+    request(kv_len, (8, 2), 128, dtype="bfloat16", kv_dtype=E4M3, kv_layout=kv_layout)
     for kv_len, kv_layout in ((0, "NHD"), (1, "HND"), (300, "NHD"), (77, "HND"))
 ]
 
@@ -72,7 +72,7 @@ def test_honour(kind: str, perturbation: Perturbation) -> None:
 
 
 @pytest.mark.parametrize("problem", SINGLE, ids=lambda problem: problem.id)
-def test_single(problem: Case) -> None:
+def test_single(problem: BatchCase) -> None:
     assert_xqa(emulate(problem, "sm_90a", "xqa", sms=2))
 
 

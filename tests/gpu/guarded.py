@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.support import batch_case, case
-from tests.support.batch_case import BatchCase
 from tests.support.right import Solver, assert_right
 
 GUARD = 512
@@ -39,16 +37,12 @@ class Guarded:
 
 def assert_outputs_alone_are_written(solver: Solver) -> None:
     problem, inputs = solver.problem, solver.inputs
-    rows = problem.rows if isinstance(problem, BatchCase) else problem.qo_len
     dtype = getattr(torch, problem.o_dtype or problem.dtype)
-    outputs = Guarded.of(rows, problem.num_qo_heads, problem.head_dim_vo, dtype)
+    outputs = Guarded.of(problem.rows, problem.num_qo_heads, problem.head_dim_vo, dtype)
     out, lse = outputs.out, outputs.lse
-    if isinstance(problem, BatchCase):
-        out[: problem.first], lse[: problem.first] = 0.0, -torch.inf  # rows of no request: the caller's
-        returned = batch_case.call(problem, inputs, solver.wrapper, out=out, lse=lse)
-    else:
-        out, lse = (out[0], lse[0]) if problem.kind == "decode" else (out, lse)
-        returned = case.call(problem, inputs, **solver.arguments, out=out, lse=lse)
+    out[: problem.first], lse[: problem.first] = 0.0, -torch.inf  # rows of no request: the caller's
+    out, lse = (out[0], lse[0]) if problem.kind == "single_decode" else (out, lse)
+    returned = solver.call(out=out, lse=lse)
     assert returned[0].data_ptr() == out.data_ptr()
     assert_right(problem, inputs, out, lse)
     outputs.assert_alone()

@@ -20,11 +20,11 @@ import torch
 from cute_attn import single_prefill_with_kv_cache, xqa_batch_decode_with_kv_cache
 from cute_attn.kernels.xqa.spec import XqaSpec
 from perf import rings
-from tests.support import batch_case, case, fp8_case, xqa_case
+from tests.support import batch_case, fp8_case, xqa_case
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads, paged, ragged
-from tests.support.case import Case
 from tests.support.fp8_case import Fp8Case
 from tests.support.matrix import BF16, CAUSAL, PACKED, prefill
+from tests.support.right import Solver
 from tests.support.xqa_case import XqaCase
 
 Solve = Callable[[str], str]  # on a device; what is wrong, or ""
@@ -40,20 +40,9 @@ SIZED = {
 }
 
 
-def single(problem: Case, backend: str) -> Solve:
-    def solve(device: str) -> str:
-        out, lse = case.call(problem, case.make(problem, device), backend=backend)
-        return case.check(problem, out.cpu(), None if lse is None else lse.cpu()).detail
-
-    return solve
-
-
 def batch(problem: BatchCase, backend: str) -> Solve:
     def solve(device: str) -> str:
-        inputs = batch_case.make(problem, device)
-        planned = batch_case.wrapper(problem, device, backend=backend)
-        planned.plan(**batch_case.plan_arguments(problem, inputs))
-        out, lse = batch_case.call(problem, inputs, planned)
+        out, lse = Solver(problem, device, backend=backend).call()
         return batch_case.check(problem, batch_case.make(problem), out.cpu(), None if lse is None else lse.cpu()).detail
 
     return solve
@@ -113,10 +102,10 @@ def for_every_gpu() -> dict[str, Solve]:
     d128, bf16, fa2, xqa = dims(128), "bfloat16", "fa2", "xqa"
     window: dict[str, Any] = {"window_left": 127, "sinks": True, **dims(64)}
     return {
-        "fa2 single": single(prefill(130, 300, (2, 1), 128, **CAUSAL), fa2),
-        "fa2 d512": single(prefill(130, 300, (2, 1), 512, **CAUSAL), fa2),
+        "fa2 single": batch(prefill(130, 300, (2, 1), 128, **CAUSAL), fa2),
+        "fa2 d512": batch(prefill(130, 300, (2, 1), 512, **CAUSAL), fa2),
         "fa2 d512 pages": batch(decode((700, 33, 0, 64), kv_dtype=E4M3, dtype=bf16, **heads(8, 1), **dims(512)), fa2),
-        "fa2 d72": single(prefill(130, 300, (2, 1), 72, **CAUSAL), fa2),
+        "fa2 d72": batch(prefill(130, 300, (2, 1), 72, **CAUSAL), fa2),
         "xqa bf16": batch(decode((700, 33, 0, 64), dtype=bf16, **heads(8, 2), **d128), xqa),
         "xqa bf16 split": batch(decode((20000, 5), dtype=bf16, **heads(8, 2), **d128), xqa),
         "xqa fp8": batch(decode((700, 33, 0, 64), kv_dtype=E4M3, dtype=bf16, **heads(8, 2), **d128), xqa),
@@ -145,17 +134,17 @@ def persistent(backend: str) -> dict[str, Solve]:
     d128, bf16 = dims(128), "bfloat16"
     mixed = (150, 0, 37, 1), (500, 20, 64, 0)
     found = {
-        "d80 causal": single(prefill(400, 700, (2, 1), 80, **CAUSAL), backend),
-        "d64 causal": single(prefill(400, 700, (2, 1), 64, **CAUSAL), backend),
-        "d64 full tiles": single(prefill(700, 300, (36, 9), 64, **BF16), backend),
-        "d128 causal tiles": single(prefill(500, 600, (36, 9), 128, **CAUSAL, **BF16), backend),
-        "d128 full": single(prefill(200, 600, (2, 2), 128), backend),
-        "d256 causal": single(prefill(150, 400, (2, 1), 256, **CAUSAL, **BF16), backend),
-        "d256 full": single(prefill(150, 400, (2, 1), 256, **BF16), backend),
-        "d64 window": single(prefill(400, 700, (16, 2), 64, **CAUSAL, **BF16, window_left=90), backend),
-        "d192 window": single(prefill(150, 400, (2, 1), (192, 128), **CAUSAL, window_left=90), backend),
-        "bits": single(prefill(70, 500, (2, 1), 64, **PACKED, logits_soft_cap=3.0), backend),
-        "split": single(prefill(3, 9000, (8, 2), 128, **BF16, **CAUSAL), backend),
+        "d80 causal": batch(prefill(400, 700, (2, 1), 80, **CAUSAL), backend),
+        "d64 causal": batch(prefill(400, 700, (2, 1), 64, **CAUSAL), backend),
+        "d64 full tiles": batch(prefill(700, 300, (36, 9), 64, **BF16), backend),
+        "d128 causal tiles": batch(prefill(500, 600, (36, 9), 128, **CAUSAL, **BF16), backend),
+        "d128 full": batch(prefill(200, 600, (2, 2), 128), backend),
+        "d256 causal": batch(prefill(150, 400, (2, 1), 256, **CAUSAL, **BF16), backend),
+        "d256 full": batch(prefill(150, 400, (2, 1), 256, **BF16), backend),
+        "d64 window": batch(prefill(400, 700, (16, 2), 64, **CAUSAL, **BF16, window_left=90), backend),
+        "d192 window": batch(prefill(150, 400, (2, 1), (192, 128), **CAUSAL, window_left=90), backend),
+        "bits": batch(prefill(70, 500, (2, 1), 64, **PACKED, logits_soft_cap=3.0), backend),
+        "split": batch(prefill(3, 9000, (8, 2), 128, **BF16, **CAUSAL), backend),
         "batch split": batch(paged((5, 9), (9000, 300), mask="causal", page_size=5, **heads(2, 1)), backend),
         "ragged": batch(ragged(*mixed, mask="causal", dtype=bf16, **heads(36, 9), **d128), backend),
     }

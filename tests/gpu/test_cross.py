@@ -10,9 +10,9 @@ import torch
 
 from cute_attn import single_prefill_with_kv_cache
 from tests.gpu import marks
-from tests.support import case, cross
+from tests.support import batch_case, cross
 from tests.support.batch_case import BatchCase
-from tests.support.case import Case, poisoned_memory
+from tests.support.case import poisoned_memory
 from tests.support.matrix import BF16, CAUSAL, E4M3, HND, prefill
 from tests.support.persistent_emulated import Target
 from tests.support.right import Solver
@@ -25,7 +25,7 @@ SEEDS = range(FIRST, FIRST + RANDOM, cross.A_KERNEL)
 @pytest.mark.parametrize("draw", [cross.batch, cross.single], ids=["batch", "single"])
 @pytest.mark.parametrize("first", SEEDS)
 @pytest.mark.parametrize("target", marks.PERSISTENT)
-def test_backends_are_right(target: Target, first: int, draw: Callable[..., Case | BatchCase]) -> None:
+def test_backends_are_right(target: Target, first: int, draw: Callable[..., BatchCase]) -> None:
     for seed in range(first, first + cross.A_KERNEL):
         problem = draw(target, seed)
         for backend in cross.backends(target):
@@ -36,8 +36,8 @@ def test_backends_are_right(target: Target, first: int, draw: Callable[..., Case
 @pytest.mark.parametrize("target", marks.PERSISTENT)
 def test_keys_of_8_bits(target: Target) -> None:
     problem = prefill(1000, 3000, (8, 2), 128, **BF16, **E4M3, **CAUSAL, **HND)
-    inputs = case.make(problem, "cuda")
-    (o2, lse2), (o3, lse3) = (case.call(problem, inputs, backend=name) for name in ("fa2", target.kernels))
+    inputs = batch_case.make(problem, "cuda")
+    (o2, lse2), (o3, lse3) = (batch_case.call(problem, inputs, backend=name) for name in ("fa2", target.kernels))
     assert lse2 is not None
     torch.testing.assert_close(o3, o2, rtol=2**-6, atol=2e-2)
     torch.testing.assert_close(lse3, lse2, rtol=1e-5, atol=1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -17,8 +16,8 @@ from tests.gpu import marks
 from tests.support.batch_case import (
     E4M3,
     BatchCase,
+    BatchInputs,
     call,
-    check,
     decode,
     dims,
     heads,
@@ -30,7 +29,7 @@ from tests.support.batch_case import (
 )
 from tests.support.device_plan import moved
 from tests.support.device_schedules import cases, difference
-from tests.support.graphs import blank, cuda_graph, graph_wrapper, without_synchronising
+from tests.support.graphs import Captured, cuda_graph, without_synchronising
 from tests.support.right import assert_right
 
 pytestmark = marks.SM80
@@ -96,55 +95,34 @@ def test_plans_make_no_synchronising_call(case: BatchCase) -> None:
             assert_right(other, inputs, out, lse)
 
 
-class Replanned:
+class Replanned(Captured):
     """A graph of `plan` and `run`, whose index arrays change between replays."""
 
-    def __init__(self, case: BatchCase, backend: str) -> None:
-        inputs = make(case, "cuda")
-        self.case, self.q = case, torch.full_like(inputs.q, torch.nan)
-        self.halves = [torch.empty_like(x) for x in self.of(inputs)]
-        pages = case.num_pages
-        self.wrapper, _ = graph_wrapper(case, "cuda", pages, 0, backend=backend)
-        self.plan = moved(case, inputs, "cuda")
-        for name, x in self.plan.items():
-            if name.endswith("indices"):
-                self.plan[name] = torch.zeros(pages, dtype=torch.int32, device="cuda")
-                self.plan[name][: len(x)] = x
-        self.step()
-        (self.out, self.lse), self.again = cuda_graph(self.step)
+    places: dict[str, Any] | None = None  # what the captured `plan` gets
 
-    def of(self, inputs: Any) -> Any:
-        return inputs.kv if self.case.kind == "ragged" else inputs.kv[0]
+    def plan(self, case: BatchCase, inputs: BatchInputs) -> None:
+        """Write the index arrays where those of the largest batch are."""
+        now = moved(case, inputs, self.device)
+        if self.places is None:
+            self.places = {name: x.int() if name.endswith("indices") else x for name, x in now.items()}
+            return
+        for name, x in now.items():
+            if isinstance(x, torch.Tensor):
+                self.places[name][: len(x)].copy_(x)
 
     def step(self) -> Any:
-        self.wrapper.plan(**self.plan)
-        kv = self.halves if self.case.kind == "ragged" else (tuple(self.halves),)
-        return self.wrapper.run(self.q, *kv, return_lse=True)
-
-    def replay(self, case: BatchCase) -> str:
-        """Returns what is wrong with a batch; "" if nothing is."""
-        inputs = make(case, "cuda")
-        self.q[: case.rows].copy_(inputs.q)
-        for target, source in zip(self.halves, self.of(inputs), strict=True):
-            blank(target)
-            target[: len(source)].copy_(source)
-        for name, x in moved(case, inputs, "cuda").items():
-            if isinstance(x, torch.Tensor):
-                self.plan[name][: len(x)].copy_(x)
-        self.out.fill_(torch.nan)
-        self.again()
-        result = check(case, inputs, self.out[: case.rows], self.lse[: case.rows])
-        return "" if result.ok and self.out[case.rows :].isnan().all() else f"{case}: {result.detail}"
+        self.wrapper.plan(**self.places)
+        return self.run()
 
 
 @pytest.mark.parametrize("case", LARGEST, ids=IDS)
 def test_a_captured_plan_follows_its_index_arrays(case: BatchCase) -> None:
     """The graph holds `plan` and `run`."""
     for backend in backends(case):
-        captured = Replanned(case, backend)
+        captured = Replanned(case, "cuda", cuda_graph, backend=backend)
         count = BATCHES // 5 if marks.CAPABILITY == (9, 0) and case.kind != "decode" else BATCHES // 4
-        wrong = [found for other in smaller(case, count) if (found := captured.replay(other))]
-        assert not wrong, f"{backend}: {len(wrong)} of {count}: {wrong[0]}"
+        for other in smaller(case, count):
+            captured.replay(other)
 
 
 @pytest.mark.parametrize("first_run", ["before", "captured"])
@@ -152,18 +130,16 @@ def test_a_captured_plan_follows_its_index_arrays(case: BatchCase) -> None:
 def test_plans_between_replays_of_a_run(case: BatchCase, first_run: str) -> None:
     """Graphs that hold the run alone, with plans of lengths on the GPU between replays."""
     for backend in backends(case):
-        captured = Replanned(case, backend)
+        captured = Replanned(case, "cuda", cuda_graph, backend=backend)
         if first_run == "captured":
             captured.wrapper.reset_workspace_buffer(torch.empty_like(captured.wrapper._float_workspace_buffer))
-            captured.wrapper.plan(**captured.plan)
-        kv = captured.halves if case.kind == "ragged" else (tuple(captured.halves),)
-        run_once = functools.partial(captured.wrapper.run, captured.q, *kv, return_lse=True)
-        (captured.out, captured.lse), run = cuda_graph(run_once)
+            captured.wrapper.plan(**captured.places)
+        (captured.out, captured.lse), run = cuda_graph(captured.run)
 
         def again(captured: Replanned = captured, run: Any = run) -> None:
-            captured.wrapper.plan(**captured.plan)
+            captured.wrapper.plan(**captured.places)
             run()
 
         captured.again = again
-        wrong = [found for other in smaller(case, 50) if (found := captured.replay(other))]
-        assert not wrong, f"{backend}: {len(wrong)} of 50: {wrong[0]}"
+        for other in smaller(case, 50):
+            captured.replay(other)

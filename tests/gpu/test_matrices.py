@@ -22,17 +22,13 @@ from cute_attn.runtime import arch as archs
 from tests.gpu import marks
 from tests.gpu.guarded import assert_outputs_alone_are_written
 from tests.support import batch_case, fp8_case, fp8_kv_cases, matrix, narrow_outputs, transformed_kv, xqa_batches
-from tests.support import case as single
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads, paged, ragged, random_batch_case
-from tests.support.case import Case
 from tests.support.fp8_case import Fp8Case
 from tests.support.graphs import assert_plans_in_a_row_do_not_race, assert_replays
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import BF16, FULL
 from tests.support.persistent_emulated import BATCHES, CUDA, FA3, GATHERED, LONG
 from tests.support.right import Solver, assert_solved_again
-
-Problem = Case | BatchCase
 
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_BATCHES", "400"))
 CHUNK = 20  # random problems of one test
@@ -46,24 +42,23 @@ def params(rows: Iterable[tuple[str, Any]]) -> list[Any]:
     return [pytest.param(*row, id=f"{row[0]}-{row[1].id}", marks=marks.OF[row[0]]) for row in rows]
 
 
-def refusals(problem: Problem, backend: str) -> list[Refusal]:
+def refusals(problem: BatchCase, backend: str) -> list[Refusal]:
     """The reasons of the table against a problem here; of "auto" only where no backend is left."""
-    of = batch_case if isinstance(problem, BatchCase) else single
-    features = of.features(problem, CUDA)  # type: ignore[arg-type]
+    features = batch_case.features(problem, CUDA)
     arch = archs.for_device(torch.cuda.current_device())
     names = [name for name in marks.OF if name != "auto"] if backend == "auto" else [backend]
     found = [select.reasons_against(capabilities.BY_NAME[name], features, arch) for name in names]
     return [reason for reasons in found for reason in reasons] if all(found) else []
 
 
-def assert_honoured(problem: Problem, backend: str) -> None:
+def assert_honoured(problem: BatchCase, backend: str) -> None:
     """The backend solves it; where it refuses, the table must say so."""
     expected = refusals(problem, backend)
     if not expected:
         return assert_solved_again(problem, backend)
     with pytest.raises(NotSupported) as error:
         Solver(problem, "cuda", backend=backend).call()  # some features are known to a run alone
-    no_keys = getattr(problem, "kv_len", 1) == 0  # whose strides may be 0
+    no_keys = problem.single and not any(problem.kv_lens)  # whose strides may be 0
     assert no_keys or set(error.value.refusals) <= set(expected)
 
 
@@ -110,15 +105,15 @@ LARGE_PREFILL = (  # keys of 8 bits, NVFP4 keys, rotated keys
     ragged((1000, 1, 3000), (1000, 9000, 3000), mask="causal", dtype="bfloat16", **heads(8, 2), **dims(128)),
     ragged((513, 2), (4097, 3), **heads(4, 4), **dims(192, 128)),
 )
-SINGLE_DECODE = [x for x in (*matrix.SMALL, *FULL) if x.kind == "decode" and xqa_batches.is_taken(x)]
+SINGLE_DECODE = [x for x in (*matrix.SMALL, *FULL) if x.kind == "single_decode" and xqa_batches.is_taken(x)]
 PERSISTENT = *FULL, *LONG, *batch_case.SMALL, *BATCHES, *GATHERED
-PREPARED_KEYS: tuple[Problem, ...] = (
-    *(*fp8_kv_cases.singles(matrix.SMALL), *fp8_kv_cases.singles(FULL[::4])),
-    *fp8_kv_cases.batches((*batch_case.SMALL, *LARGE_PREFILL)),
+PREPARED_KEYS: tuple[BatchCase, ...] = (
+    *(*fp8_kv_cases.of_8_bits(matrix.SMALL), *fp8_kv_cases.of_8_bits(FULL[::4])),
+    *fp8_kv_cases.of_8_bits((*batch_case.SMALL, *LARGE_PREFILL)),
     *(*transformed_kv.NVFP4_BATCHES, *transformed_kv.ROPE_BATCHES),
     *(dataclasses.replace(batch, **change) for change in CHANGES.values() for batch in LARGE_PREFILL),
 )
-MATRICES: dict[str, tuple[Problem, ...]] = {
+MATRICES: dict[str, tuple[BatchCase, ...]] = {
     "fa2": (*FULL, *batch_case.SMALL, *LARGE, *LARGE_ITEMS),
     "xqa": (*xqa_batches.SMALL, *LARGE_DECODE, *SINGLE_DECODE),
     "fa3": (*PERSISTENT, *PREPARED_KEYS, *LARGE_ITEMS),
@@ -130,7 +125,7 @@ MATRICES: dict[str, tuple[Problem, ...]] = {
 @pytest.mark.parametrize(
     ("backend", "problem"), params((name, problem) for name, own in MATRICES.items() for problem in own)
 )
-def test_matrix(backend: str, problem: Problem) -> None:
+def test_matrix(backend: str, problem: BatchCase) -> None:
     assert_honoured(problem, backend)
 
 
@@ -158,11 +153,11 @@ def items(first: int, **changes: Any) -> Iterator[BatchCase]:
             yield dataclasses.replace(batch, **ITEMS, longest_item=longest, **changes)
 
 
-DRAWS: dict[str, Callable[[int], Iterable[Problem]]] = {  # by the first of a test's seeds
+DRAWS: dict[str, Callable[[int], Iterable[BatchCase]]] = {  # by the first of a test's seeds
     "single": lambda first: map(matrix.random_case, range(first, first + CHUNK)),
     "batch": batches,
     "decode": lambda first: itertools.islice(xqa_batches.random_batches(first, 3000, 12), CHUNK),
-    "8 bits": lambda first: fp8_kv_cases.batches(dataclasses.replace(x, kv_dtype=None) for x in batches(first)),
+    "8 bits": lambda first: fp8_kv_cases.of_8_bits(dataclasses.replace(x, kv_dtype=None) for x in batches(first)),
     **{name: functools.partial(prepared, change=change) for name, change in CHANGES.items()},
     "items": items,
     "items alone": functools.partial(items, pos_encoding_mode="NONE"),
@@ -203,7 +198,7 @@ def test_fp8(case: Fp8Case) -> None:
 
 
 @pytest.mark.parametrize(("backend", "problem"), params(("fa3", problem) for problem in narrow_outputs.PROBLEMS))
-def test_outputs_in_fp8_are_rounded_once(backend: str, problem: Problem) -> None:
+def test_outputs_in_fp8_are_rounded_once(backend: str, problem: BatchCase) -> None:
     narrow_outputs.assert_rounded(problem, "cuda", backend)
 
 
@@ -218,13 +213,13 @@ def test_honour(backend: str, kind: str, perturbation: Perturbation) -> None:
 # ---- memory beside outputs
 
 WRITTEN = {
-    "fa2": [x for x in (*matrix.SMALL, *batch_case.SMALL) if x.return_lse and getattr(x, "rows", 1)],
+    "fa2": [x for x in (*matrix.SMALL, *batch_case.SMALL) if x.return_lse and x.rows],
     "xqa": [batch for batch in xqa_batches.SMALL if batch.return_lse and batch.rows],
 }
 
 
 @pytest.mark.parametrize(("backend", "problem"), params((name, x) for name, own in WRITTEN.items() for x in own))
-def test_outputs_alone_are_written(backend: str, problem: Problem) -> None:
+def test_outputs_alone_are_written(backend: str, problem: BatchCase) -> None:
     if not refusals(problem, backend):
         assert_outputs_alone_are_written(Solver(problem, "cuda", backend=backend))
 

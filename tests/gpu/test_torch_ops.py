@@ -29,13 +29,12 @@ def test_compiled_calls_are_eager_calls(name: str, backend: str) -> None:
 @NEEDS_TRITON
 def test_cuda_graphs_of_inductor_see_new_plans() -> None:
     """mode="reduce-overhead" captures a run; its replays compute what the wrapper is planned for then."""
-    batch, pages = len(torch_ops.KV_LENS), sum(torch_ops.page_counts())
-    buffers = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (batch + 1, pages, batch)]
+    batch = torch_ops.tokens("cuda")
+    indptr, indices, last = torch_ops.where(batch)
+    buffers = [torch.zeros(len(x), dtype=torch.int32, device="cuda") for x in (indptr, indices, last)]
     wrapper = cute_attn.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(torch_ops.workspace("cuda"), *buffers)
     heads = torch_ops.HEADS, torch_ops.KV_HEADS, torch_ops.DIM, torch_ops.PAGE
-    indptr, indices, last = torch_ops.page_arguments("cuda")
-    q, cache = torch_ops.queries("cuda", batch), torch_ops.pages("cuda")
-    plain = torch_ops.planned_decode("cuda")
+    q, cache, plain = batch.q, batch.caches(), torch_ops.planned_decode(batch)
     wrapper.plan(indptr, indices, last, *heads, q_data_type=torch_ops.BF16)
     wrapper.run(q, cache)  # a run before any capture
     function = torch.compile(lambda q: wrapper.run(q * 2, cache) + 1, fullgraph=True, mode="reduce-overhead")
@@ -50,8 +49,8 @@ def test_cuda_graphs_of_inductor_see_new_plans() -> None:
 
 
 def test_a_wrapper_without_cuda_graphs_is_not_captured() -> None:
-    wrapper = torch_ops.planned_decode("cuda")
-    q, cache = torch_ops.queries("cuda", len(torch_ops.KV_LENS)), torch_ops.pages("cuda")
+    batch = torch_ops.tokens("cuda")
+    wrapper, q, cache = torch_ops.planned_decode(batch), batch.q, batch.caches()
     function: Any = torch.compile(lambda q: wrapper.run(q, cache), fullgraph=True, backend="eager")
     function(q)
     with (

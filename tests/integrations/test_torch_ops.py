@@ -22,6 +22,7 @@ import cute_attn
 from cute_attn.ops import register, trace
 from cute_attn.ops.declare import DECLARED
 from tests.support import torch_ops
+from tests.support.engine_case import ends
 from tests.support.torch_ops import CASES, Call, assert_same, fresh_dynamo
 
 __all__ = ["fresh_dynamo"]  # a fixture
@@ -107,7 +108,8 @@ def test_arguments_reach_the_operator_as_they_are(name: str, monkeypatch: pytest
 
 
 def test_positions_that_no_operator_takes() -> None:
-    wrapper, q, cache = torch_ops.planned_paged("cpu"), torch_ops.queries("cpu"), torch_ops.pages("cpu")
+    batch = torch_ops.tokens("cpu")
+    wrapper, q, cache = torch_ops.planned_decode(batch), batch.q, batch.caches()
     for positional in ((0.5, 2.0), (None, q), (q, None, True)):
         with pytest.raises(Exception, match=r"torch\.compile takes tensors, and one number after them"):
             compiled(lambda *args: wrapper.run(q, cache, *args))(*positional)
@@ -130,7 +132,7 @@ def test_new_plans_need_no_new_graph() -> None:
 
     def plan(qo_lens: list[int], kv_lens: list[int], **options: Any) -> None:
         heads = torch_ops.HEADS, torch_ops.KV_HEADS, torch_ops.DIM
-        lengths = torch_ops.starts(qo_lens), torch_ops.starts(kv_lens)
+        lengths = ends(qo_lens), ends(kv_lens)
         wrapper.plan(*lengths, *heads, causal=True, q_data_type=torch.bfloat16, **options)
 
     counter = CompileCounter()
@@ -164,25 +166,26 @@ def test_dynamic_batches_of_decode() -> None:
         return cute_attn.xqa_batch_decode_with_kv_cache(q, cache, scratch, tables, lens, longest, return_lse=True)
 
     traced = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
-    cache, scratch = torch_ops.pages("cpu"), torch_ops.workspace("cpu")
-    for batch, longest in ((3, 32), (2, 31)):
-        tables, lens = (x[:batch] for x in torch_ops.tables("cpu"))
-        tensors = torch_ops.queries("cpu", batch), cache, scratch, tables, lens, longest
+    batch, scratch = torch_ops.tokens("cpu"), torch_ops.workspace("cpu")
+    for size, longest in ((3, 32), (2, 31)):
+        q, tables, lens = (x[:size] for x in (batch.q, batch.block_tables(), batch.seq_lens))
+        tensors = q, batch.caches(), scratch, tables, lens, longest
         for got, want in zip(traced(*tensors), function(*tensors), strict=True):
             assert torch.equal(got, want)
 
 
 def test_an_append_is_seen_by_the_run_after_it() -> None:
-    wrapper = torch_ops.planned_decode("cpu")
+    batch = torch_ops.tokens("cpu")
+    wrapper, (indptr, indices, last) = torch_ops.planned_decode(batch), torch_ops.where(batch)
 
-    def step(q: Any, k: Any, v: Any, batch: Any, positions: Any, cache: Any, *pages: Any) -> Any:
-        cute_attn.append_paged_kv_cache(k, v, batch, positions, cache, *pages)
-        return wrapper.run(q * 2, cache) + 1
+    def step(q: Any, rows: Any, requests: Any, positions: Any, k: Any, v: Any) -> Any:
+        cute_attn.append_paged_kv_cache(rows, rows, requests, positions, (k, v), indices, indptr, last)
+        return wrapper.run(q * 2, (k, v)) + 1
 
-    arguments = (*torch_ops.appended("cpu"), torch_ops.pages("cpu"), *torch_ops.on("cpu"))
-    call = Call(step, (torch_ops.queries("cpu", 3), *arguments))
+    rows = batch.ragged()[0][:3].neg()
+    call = Call(step, (batch.q, rows, torch.arange(3), batch.seq_lens - 1, *batch.caches()))
     assert_same(call, compiled(step))
-    untouched = wrapper.run(call.tensors[0] * 2, call.tensors[5]) + 1
+    untouched = wrapper.run(batch.q * 2, batch.caches()) + 1
     assert not torch.equal(step(*call.with_own_tensors()), untouched)
 
 
@@ -219,7 +222,7 @@ def test_gradients_are_refused() -> None:
 def test_a_run_needs_a_plan() -> None:
     wrapper = cute_attn.BatchDecodeWithPagedKVCacheWrapper(torch_ops.workspace("cpu"))
     with pytest.raises(Exception, match=r"plan\(\) must come before run\(\) is traced"):
-        compiled(wrapper.run)(torch_ops.queries("cpu", 3), torch_ops.pages("cpu"))
+        compiled(wrapper.run)(torch_ops.tokens("cpu").q, torch_ops.tokens("cpu").caches())
 
 
 def test_errors_of_the_call_are_those_of_the_eager_call() -> None:
@@ -229,11 +232,12 @@ def test_errors_of_the_call_are_those_of_the_eager_call() -> None:
 
 
 def test_a_handle_does_not_keep_its_wrapper() -> None:
-    wrapper = torch_ops.planned_decode("cpu")
+    batch = torch_ops.tokens("cpu")
+    wrapper = torch_ops.planned_decode(batch)
     handle, o_dtype = wrapper._handle, wrapper._o_dtype
     run = register.OPERATORS["paged_decode_run"]
-    q, cache = torch_ops.queries("cpu", 3), torch_ops.pages("cpu")
-    flat = [q, [cache], *[None] * 8, False, None, None, None, None, None, None]
+    q, cache = batch.q, batch.caches()
+    flat = [q, [*cache], *[None] * 8, False, None, None, None, None, None, None]
     expected = wrapper.run(q, cache)
     assert torch.equal(run(handle, o_dtype, [], None, *flat)[0], expected)
     del wrapper

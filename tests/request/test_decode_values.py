@@ -12,21 +12,17 @@ from cute_attn import ArgumentError, xqa_batch_decode_with_kv_cache
 from cute_attn.wrappers import calls
 from cute_attn.xqa import xqa
 from perf.pretended_gpu import NullDriver
-from tests.support import xqa_corruptions
+from tests.support import decode_refusals
 from tests.support.launch_corpus import pretended
 from tests.support.low_level import low_level
 from tests.support.xqa_case import XqaCase, build
 
-CALLS = 4000
 CASE = XqaCase((57, 5), heads=(4, 2), head_dim=64)
 
 
-def test_corrupted_calls() -> None:
-    """Each raises an error that names the argument; none changes what the calls of other tests see."""
-    kinds = xqa_corruptions.run(CALLS)
-    assert set(kinds) == {corruption.name for corruption in xqa_corruptions.CORRUPTIONS}
-    assert kinds.total() > 0.8 * CALLS
-    xqa_corruptions.assert_valid_calls_are_right()
+@pytest.mark.parametrize(("name", "form"), decode_refusals.CALLS)
+def test_wrong_calls(name: str, form: str) -> None:
+    decode_refusals.assert_refused(name, form)
 
 
 def test_the_first_wrong_request_is_named() -> None:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
 from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
-from cute_attn.schedule.batch import SchedulerParams, WorkList, longest_first, schedule, typical_qo_len
+from cute_attn.schedule.batch import SchedulerParams, WorkList, schedule, typical_qo_len
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS
-from tests.support.makespan import DECODE, PREFILL, lengths_of
+from tests.support.makespan import DECODE, lengths_of
 
 LIMITS = BatchLimits(workspace_bytes=128 << 20)
 
@@ -276,19 +276,6 @@ def test_splits_of_decode(name: str, qo_lens: list[int], kv_lens: list[int], ite
     assert (len(work.items), len(work.merges)) == (items, merges), name
 
 
-def test_one_long_request_among_short_ones_is_split_to_the_size_of_the_others() -> None:
-    work = schedule(lengths_of([1] * 32, [32768] + [512] * 31), DECODE, LIMITS)
-    assert len(work.merges) == 1
-    assert work.merges[0, Merge._fields.index("num_splits")] >= 16
-    assert max(len(tiles_of(item, DECODE)) for item in items_of(work)) <= 32
-
-
-def test_prefill_of_many_waves_is_not_split() -> None:
-    work = schedule(lengths_of([4096] * 4, [4096] * 4), PREFILL, LIMITS)
-    assert len(work.items) == 4 * 128
-    assert work.num_partials == 0
-
-
 def test_a_small_workspace_limits_splits() -> None:
     slot = DECODE.num_kv_heads * DECODE.rows * DECODE.partial_row_bytes
     lengths = lengths_of([1], [131072])
@@ -315,20 +302,6 @@ def test_a_known_longest_query_makes_a_fixed_split_graph_smaller() -> None:
     known = schedule(lengths, DECODE, limits._replace(graph=GraphLimits(64, 64, 1 << 20, max_qo_len=1)))
     assert len(items_of(known)) == len(items_of(free)) == 256
     assert known.item_capacity == 64 + 256 < free.item_capacity
-
-
-@pytest.mark.parametrize("top", [7, 1 << 16, 1 << 20])
-def test_longest_first_is_stable(top: int) -> None:
-    cost = np.random.default_rng(top).integers(0, 5, 500) * (top // 4)
-    order = longest_first(cost)
-    assert order.tolist() == sorted(range(500), key=lambda i: (-cost[i], i))
-
-
-def test_longest_first_rounds_to_a_256th_of_the_longest() -> None:
-    cost = np.random.default_rng(0).integers(0, 100_000, 5000)
-    sorted_cost = cost[longest_first(cost)]
-    assert (sorted_cost[1:] - sorted_cost[:-1] <= 100_000 / 256).all()
-    assert not (sorted_cost[1:] <= sorted_cost[:-1]).all()
 
 
 def test_facts_of_lengths() -> None:

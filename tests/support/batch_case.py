@@ -1,12 +1,13 @@
-"""One case of the batch matrix: its tensors, its plan and run, and the verdict on a result.
+"""Cases, batches and single requests: their tensors, calls, verdicts, and the matrix of batches.
 
-The same case has the same numbers on every machine and device. Memory that belongs to no token is NaN: pages that no
-request has, slots after a request's last token, gaps between heads; index entries that no request has are no pages.
+Memory that belongs to no token is NaN: pages that no request has, slots after a request's last token, gaps between
+heads; index entries that no request has are no pages. A single request's tensors: `placed`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import math
 import random
@@ -24,87 +25,14 @@ from cute_attn.reference import attention as reference
 from cute_attn.request.bit_packing import packbits
 from cute_attn.runtime.arch import Arch
 from tests.support import multi_item
-from tests.support.case import Numbers, Result, random_mask, verdict
+from tests.support.case import BatchCase, Result, verdict
 from tests.support.dense_attention import E2M1, nvfp4_values
+from tests.support.placed import blank, placed, placed_mask
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 SPARE_PAGES, NO_PAGE = 3, 1 << 30
 WORKSPACE = 32 << 20
-UNTOUCHED = 7.0
-
-
-@dataclass(frozen=True)
-class BatchCase(Numbers):
-    """One batch. `kind`: the wrapper: "paged" or "ragged" prefill, or "decode", where all qo_lens are equal.
-
-    `mask`: "custom" bool, "packed" with a byte of its own for every request; "items": multi-item
-    scoring, with prefixes of about a third of the keys and items of up to `longest_item` tokens.
-    `cache`: pair | list | one (a 5-D tensor) | strided (gaps of 16 bytes after heads, tokens and pages) | halves (of 8
-    bytes: k and v of an fp8 dtype); ragged k and v: pair, strided, halves.
-    `slack`: indptr arrays start at 2, and there are rows and index entries that no request has.
-    """
-
-    kind: str
-    qo_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    num_qo_heads: int = 2
-    num_kv_heads: int = 1
-    head_dim_qk: int = 64
-    head_dim_vo: int = 64
-    page_size: int = 1
-    dtype: str = "float16"
-    kv_dtype: str | None = None  # an fp8 dtype, or "nvfp4"
-    o_dtype: str | None = None
-    kv_layout: str = "NHD"
-    cache: str = "pair"
-    mask: str = "none"
-    window_left: int = -1
-    logits_soft_cap: float = 0.0
-    pos_encoding_mode: str = "NONE"
-    rope_scale: float = 1.0
-    rope_theta: float = 1e4
-    sm_scale: float | None = None
-    q_scale: float | None = None
-    k_scale: float | None = None
-    v_scale: float | None = None
-    tensor_scales: bool = False
-    sinks: bool = False
-    fixed_split_size: int | None = None
-    disable_split_kv: bool = False
-    longest_item: int = 9
-    lse_base: str = "log2"
-    return_lse: bool = True
-    indices: str = "int32"
-    slack: bool = False
-    seed: int = 0
-
-    @property
-    def rows(self) -> int:
-        return self.first + sum(self.qo_lens)
-
-    @property
-    def num_pages(self) -> int:
-        return sum(-(-n // self.page_size) for n in self.kv_lens)
-
-    @property
-    def first(self) -> int:
-        return 2 if self.slack and self.kind != "decode" else 0
-
-    @property
-    def id(self) -> str:
-        lens = f"{len(self.qo_lens)}x{max(self.qo_lens, default=0)}x{max(self.kv_lens, default=0)}"
-        parts = [
-            self.kind,
-            lens,
-            f"h{self.num_qo_heads}x{self.num_kv_heads}",
-            f"d{self.head_dim_qk}x{self.head_dim_vo}",
-        ]
-        skipped = ("kind", "qo_lens", "kv_lens", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name not in skipped and value != field.default:
-                parts.append(f"{field.name}={value}")
-        return "-".join(parts)
+EMPTY_ROW_STEP = 7  # rows 0, 7, 14, ... of a custom mask see nothing
 
 
 @dataclass(frozen=True)
@@ -121,7 +49,7 @@ class Request:
 class BatchInputs:
     requests: list[Request]
     q: torch.Tensor
-    kv: tuple[Any, ...]  # (cache,) or (k, v)
+    kv: tuple[Any, ...]  # (cache,), or (k, v) without pages
     kv_cache_sf: Any
     qo_indptr: torch.Tensor  # index arrays are on the CPU
     kv_indptr: torch.Tensor
@@ -156,13 +84,6 @@ def _store(x: torch.Tensor, case: BatchCase) -> _Stored:
     return _Stored(data, scales, nvfp4_values(data, scales))
 
 
-def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Poison: NaN, and the largest code in bytes that encode numbers."""
-    if dtype == torch.uint8:
-        return torch.full(shape, 0xFF, dtype=dtype)
-    return torch.full(shape, math.nan, dtype=torch.float32).to(dtype)
-
-
 def _scatter(tokens: torch.Tensor, place: torch.Tensor, case: BatchCase, slots: tuple[int, int]) -> torch.Tensor:
     """A cache `[pages, page_size, heads, width]` (its two middle axes swapped for HND) with `tokens[i]` in slot
     `place[i]`; gaps where the case is strided."""
@@ -170,7 +91,7 @@ def _scatter(tokens: torch.Tensor, place: torch.Tensor, case: BatchCase, slots: 
     heads, width = tokens.shape[1:]
     gap = {"strided": 16, "halves": 8}.get(case.cache, 0) // tokens.element_size()
     shape = (pages, page_size, heads) if case.kv_layout == "NHD" else (pages, heads, page_size)
-    whole = _blank((pages, shape[1] + bool(gap), shape[2] + bool(gap), width + gap), tokens.dtype)
+    whole = blank((pages, shape[1] + bool(gap), shape[2] + bool(gap), width + gap), tokens.dtype)
     cache = whole[:, : shape[1], : shape[2], :width]
     slot = cache if case.kv_layout == "NHD" else cache.transpose(1, 2)
     raw = slot if tokens.dtype.itemsize > 1 else slot.view(torch.uint8)
@@ -186,50 +107,49 @@ def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def _places(case: BatchCase, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """(slot of every token, kv_indptr, kv_indices, pages of the cache)."""
-    counts = [-(-n // case.page_size) for n in case.kv_lens]
-    pages = sum(counts) + SPARE_PAGES
-    order = torch.randperm(pages, generator=generator)[: sum(counts)]
+def _places(
+    case: BatchCase, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int]]:
+    """(slot of every token, kv_indptr, kv_indices, pages of the cache and their size)."""
+    counts = [-(-n // case.page_size) for n in case.kv_lens] if case.paged else list(case.kv_lens)
     first = 2 if case.slack else 0
     bounds = torch.tensor([first, *(first + n for n in itertools.accumulate(counts))])
-    around = torch.full((2,), NO_PAGE) if case.slack else torch.empty(0, dtype=torch.long)
+    nothing = torch.empty(0, dtype=torch.long)
+    if not case.paged:
+        end = int(bounds[-1])
+        return torch.arange(first, end), bounds, nothing, (1, end + SPARE_PAGES)
+    pages = sum(counts) + SPARE_PAGES
+    order = torch.randperm(pages, generator=generator)[: sum(counts)]
+    around = torch.full((2,), NO_PAGE) if case.slack else nothing
     slots = [
         (
             order[bounds[i] - first : bounds[i + 1] - first, None] * case.page_size + torch.arange(case.page_size)
         ).flatten()[:n]
         for i, n in enumerate(case.kv_lens)
     ]
-    return torch.cat([torch.empty(0, dtype=torch.long), *slots]), bounds, torch.cat((around, order, around)), pages
+    return torch.cat([nothing, *slots]), bounds, torch.cat((around, order, around)), (pages, case.page_size)
 
 
 def make(
     case: BatchCase, device: torch.device | str = "cpu", numbers: tuple[torch.Tensor, ...] | None = None
 ) -> BatchInputs:
-    """The tensors of a batch, with random numbers or with `numbers` of q, k and v of all tokens."""
+    """The tensors of a case, with random numbers or with `numbers` of q, k and v of all tokens."""
     device = torch.device(device)
     generator = torch.Generator().manual_seed(case.seed)
     index_dtype = getattr(torch, case.indices)
-    keys = sum(case.kv_lens)
-    if numbers is None:
-        shapes = ((keys, case.num_kv_heads, d) for d in (case.head_dim_qk, case.head_dim_vo))
-        k, v = (torch.randn(shape, generator=generator) for shape in shapes)
-        q = torch.randn(case.rows, case.num_qo_heads, case.head_dim_qk, generator=generator) * case.q_gain
-    else:
-        q, k, v = numbers
+    q, k, v = numbers or _numbers(case, generator)
     k, v = _store(k, case), _store(v, case)
     q = q.to(getattr(torch, case.dtype))
     q[: case.first] = math.nan
-    if case.kind == "ragged":
-        first = 2 if case.slack else 0
-        place, pages = torch.arange(first, first + keys), first + keys + SPARE_PAGES
-        bounds = torch.tensor([first, *(first + n for n in itertools.accumulate(case.kv_lens))])
-        indices = torch.empty(0, dtype=torch.long)
-        stored = [_scatter(x, place, case, (1, pages))[0] for x in _parts(k, v)]
+    place, bounds, indices, slots = _places(case, generator)
+    if case.single:
+        given, *stored = placed(case, (q, *_parts(k, v)), device)
+        stored = [x.transpose(0, 1) if case.kv_layout == "HND" else x for x in stored]
     else:
-        place, bounds, indices, pages = _places(case, generator)
-        stored = [_scatter(x, place, case, (pages, case.page_size)) for x in _parts(k, v)]
-    stored = [_moved(x, device) for x in stored]
+        given = q.to(device)
+        stored = [_moved(_scatter(x, place, case, slots), device) for x in _parts(k, v)]
+    if case.kind == "ragged":
+        stored = [x[0] for x in stored]
     pairs = [tuple(stored[i : i + 2]) for i in range(0, len(stored), 2)]
     if case.cache == "one":
         pairs = [torch.stack((a, b), 1) if a.element_size() > 1 else _stack_bytes(a, b) for a, b in pairs]
@@ -245,16 +165,28 @@ def make(
     sinks = torch.randn(case.num_qo_heads, generator=generator).to(device) if case.sinks else None
     return BatchInputs(
         requests,
-        q.to(device),
-        pairs[0] if case.kind == "ragged" else (pairs[0],),
+        given,
+        (pairs[0],) if case.paged else pairs[0],
         pairs[1] if len(pairs) > 1 else None,
         qo_bounds.to(index_dtype),
         bounds.to(index_dtype),
         indices.to(index_dtype),
         last,
-        {name: mask.to(device) for name, mask in _masks(case, requests).items()} | items,
+        {name: _moved(mask, device) for name, mask in _masks(case, requests).items()} | items,
         sinks,
     )
+
+
+def _numbers(case: BatchCase, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v. All kv heads of "expanded" ones are the first."""
+    keys = (sum(case.kv_lens), case.num_kv_heads)
+    shapes = {"q": (case.rows, case.num_qo_heads, case.head_dim_qk)}
+    shapes |= {"k": (*keys, case.head_dim_qk), "v": (*keys, case.head_dim_vo)}
+    drawn = {name: torch.randn(shapes[name], generator=generator) for name in ("qkv" if case.single else "kvq")}
+    q, k, v = (drawn[name] for name in "qkv")
+    if case.storage == "expanded":
+        k, v = (x[:, :1].expand(x.shape) for x in (k, v))
+    return q * case.q_gain, k, v
 
 
 def _parts(k: _Stored, v: _Stored) -> list[torch.Tensor]:
@@ -279,7 +211,18 @@ def _requests(
     return found
 
 
+def random_mask(qo_len: int, kv_len: int, generator: torch.Generator) -> torch.Tensor:
+    """Six keys in ten, but none in the middle third of the keys, and none at all for some rows."""
+    keep = torch.rand(qo_len, kv_len, generator=generator) < 0.6
+    keep[:, kv_len // 3 : 2 * kv_len // 3] = False
+    if qo_len > 1:
+        keep[::EMPTY_ROW_STEP] = False
+    return keep
+
+
 def _masks(case: BatchCase, requests: list[Request]) -> dict[str, torch.Tensor]:
+    if case.single and requests[0].keep is not None:
+        return placed_mask(case, requests[0].keep)
     bits = [r.keep.flatten() for r in requests if r.keep is not None]
     nothing = torch.empty(0, dtype=torch.bool)
     if case.mask == "custom":
@@ -320,7 +263,7 @@ def plan_arguments(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:
         return {**indices, **same, "head_dim": case.head_dim_qk, "page_size": case.page_size, "q_len_per_req": q_len}
     same |= {"head_dim_qk": case.head_dim_qk, "head_dim_vo": case.head_dim_vo, "causal": case.mask == "causal"}
     same |= {"qo_indptr": inputs.qo_indptr, **inputs.masks}
-    if case.kind == "ragged":
+    if not case.paged:
         return {**same, "kv_indptr": inputs.kv_indptr}
     return {
         **same,
@@ -339,13 +282,36 @@ def run_arguments(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:
 
 
 def call(
-    case: BatchCase, inputs: BatchInputs, planned: Any = None, *, backend: str = "auto", **extra: Any
+    case: BatchCase,
+    inputs: BatchInputs,
+    planned: Any = None,
+    *,
+    backend: str = "auto",
+    head_scales: tuple[torch.Tensor, ...] = (),
+    **extra: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse) of a wrapper: a new one on `backend`, or one that is planned already."""
+    """(out, lse) of a single request or of a wrapper: a new one on `backend`, or one that is planned already."""
+    arguments = {**run_arguments(case, inputs), **extra}
+    if case.single:
+        return _single(case, inputs, head_scales, {"backend": backend, **arguments})
     if planned is None:
         planned = wrapper(case, inputs.q.device, backend=backend)
         planned.plan(**plan_arguments(case, inputs))
-    result = planned.run(inputs.q, *inputs.kv, **run_arguments(case, inputs), **extra)
+    result = planned.run(inputs.q, *inputs.kv, *head_scales, **arguments)
+    return result if case.return_lse else (result, None)
+
+
+def _single(
+    case: BatchCase, inputs: BatchInputs, head_scales: tuple[torch.Tensor, ...], arguments: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The function of a single request, with what it takes of the arguments of plans and runs."""
+    function, q = cute_attn.single_prefill_with_kv_cache, inputs.q
+    if case.kind == "single_decode":
+        function, q = cute_attn.single_decode_with_kv_cache, q[0]
+    given = {**plan_arguments(case, inputs), "kv_layout": case.kv_layout, **arguments}
+    given["o_dtype"] = None if case.o_dtype is None else getattr(torch, case.o_dtype)
+    accepted = inspect.signature(function).parameters
+    result = function(q, *inputs.kv, *head_scales, **{name: x for name, x in given.items() if name in accepted})
     return result if case.return_lse else (result, None)
 
 
@@ -353,18 +319,34 @@ def call(
 
 
 def check(case: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
-    """Compare with the fp64 reference of every request, on out's device. Rows of no request must be 0 and -inf."""
-    o_ref = torch.zeros(case.rows, case.num_qo_heads, case.head_dim_vo, dtype=torch.float64, device=out.device)
-    lse_ref = torch.full((case.rows, case.num_qo_heads), -math.inf, dtype=torch.float64, device=out.device)
+    """Compare with the fp64 reference of every request, on out's device. Rows of no request must be 0 and -inf, and so
+    must those that see no key.
+    """
+    shape = (case.rows, case.num_qo_heads)
+    o_ref = torch.zeros(*shape, case.head_dim_vo, dtype=torch.float64, device=out.device)
+    lse_ref = torch.full(shape, -math.inf, dtype=torch.float64, device=out.device)
+    wrong_form = _wrong_form(case, out, lse)
+    if wrong_form:
+        return Result(False, math.inf, math.inf, wrong_form)
     row = case.first
     for request in inputs.requests:
         rows = slice(row, row + request.q.shape[0])
         _solve(case, request, inputs.sinks, o_ref[rows], lse_ref[rows])
         row = rows.stop
-    dtype = getattr(torch, case.o_dtype or case.dtype)
-    if out.shape != o_ref.shape or out.dtype != dtype or (lse is not None and lse.shape != lse_ref.shape):
-        return Result(False, math.inf, math.inf, f"out is {out.dtype} {tuple(out.shape)}")
-    return verdict(case, (out, lse), (o_ref, lse_ref))
+    return verdict(case, (out.view(o_ref.shape), None if lse is None else lse.view(shape)), (o_ref, lse_ref))
+
+
+def _wrong_form(case: BatchCase, out: torch.Tensor, lse: torch.Tensor | None) -> str:
+    rows = (case.num_qo_heads,) if case.kind == "single_decode" else (case.rows, case.num_qo_heads)
+    expected = [("out", out, (*rows, case.head_dim_vo), getattr(torch, case.o_dtype or case.dtype))]
+    if lse is not None:
+        expected.append(("lse", lse, rows, torch.float32))
+    wrong = [
+        f"{name} is {x.dtype} {tuple(x.shape)}, not {dtype} {shape}"
+        for name, x, shape, dtype in expected
+        if tuple(x.shape) != shape or x.dtype != dtype
+    ]
+    return "; ".join(wrong + ["there is no lse"] * (case.single and case.return_lse and lse is None))
 
 
 def _solve(case: BatchCase, request: Request, sinks: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor) -> None:
@@ -413,29 +395,21 @@ UNEVEN = ((17, 0, 1, 33), (65, 40, 129, 33))
 
 SMALL: tuple[BatchCase, ...] = (
     # lengths
-    paged(*UNEVEN),
-    paged(*UNEVEN, mask="causal", dtype="bfloat16", slack=True),
-    ragged(*UNEVEN, mask="causal"),
     ragged(*UNEVEN, slack=True, dtype="bfloat16", **dims(128)),
     decode((1, 65, 0, 130), **heads(4, 1), **dims(128)),
     decode((63, 0, 17), dtype="bfloat16", **heads(8, 2), slack=True),
     paged((5, 3), (0, 0)),
-    paged((0, 0), (17, 3)),
     paged((), ()),
     ragged((), ()),
     decode(()),
     ragged((0, 9), (0, 0), sinks=True),
     paged((33, 20), (7, 20), mask="causal"),  # rows that see nothing
     decode((2, 9, 70), q_len=4, **heads(4, 2)),
-    decode((3, 17), q_len=2, window_left=4),
     # page sizes, layouts, caches
     *(paged((9, 4), (33, 18), page_size=n, mask="causal") for n in (1, 2, 3, 7, 64)),
-    paged((9, 4), (33, 18), page_size=1, cache="one", kv_layout="HND", indices="int64"),
-    paged((9, 4), (33, 18), page_size=5, cache="one", **heads(4, 2)),
     paged((9, 4), (33, 18), page_size=5, cache="list", kv_layout="HND", **heads(4, 2)),
     paged((9, 4), (33, 18), page_size=5, cache="strided", **heads(4, 2), **dims(80)),
     paged((9, 4), (33, 18), page_size=8, cache="strided", kv_layout="HND", **heads(4, 2), **dims(192, 128)),
-    ragged((9, 4), (33, 18), cache="strided", kv_layout="HND", **heads(4, 2)),
     ragged((9, 4), (33, 18), kv_layout="HND", indices="int64", **heads(3, 3), **dims(96)),
     decode((65, 12), kv_layout="HND", cache="one", **heads(4, 2), **dims(112)),
     decode((65, 12), cache="strided", **heads(7, 1), **dims(256)),
@@ -445,13 +419,10 @@ SMALL: tuple[BatchCase, ...] = (
     # masks
     *(paged((9, 5, 1), (33, 18, 40), mask=mask) for mask in ("custom", "packed")),
     *(ragged((9, 5, 1), (35, 18, 40), mask=mask, window_left=9) for mask in ("custom", "packed")),
-    paged(*UNEVEN, window_left=20),
     paged(*UNEVEN, window_left=0, mask="causal"),
-    paged((50, 20, 1, 33), (65, 150, 129, 33), mask="items", **heads(4, 2)),
     ragged((50, 40, 3), (400, 40, 70), mask="items", dtype="bfloat16", slack=True, **heads(3, 3), **dims(128)),
     paged((50, 0, 70), (65, 20, 170), 5, mask="items", window_left=11, logits_soft_cap=30.0),
     paged((9, 60), (300, 60), 1, mask="items", longest_item=80, kv_layout="HND", sinks=True),
-    decode((65, 12, 40), window_left=15),
     # logits
     paged(*UNEVEN, mask="causal", logits_soft_cap=30.0),
     ragged(*UNEVEN, mask="causal", pos_encoding_mode="ALIBI", **heads(3, 1)),
@@ -462,19 +433,15 @@ SMALL: tuple[BatchCase, ...] = (
     paged(*UNEVEN, q_scale=0.5, k_scale=1.5, v_scale=-1.25),
     paged(*UNEVEN, q_scale=0.5, k_scale=1.5, v_scale=1.25, tensor_scales=True, mask="causal"),
     decode((65, 12, 0), q_scale=0.5, k_scale=1.5, v_scale=1.25, sinks=True),
-    paged(*UNEVEN, sinks=True, mask="causal", **heads(4, 2)),
-    paged(*UNEVEN, lse_base="ln"),
     ragged(*UNEVEN, return_lse=False, o_dtype="bfloat16"),
     paged(*UNEVEN, o_dtype="float32", lse_base="ln", sinks=True),
     # fp8 and NVFP4
-    paged(*UNEVEN, kv_dtype=E4M3, mask="causal", **dims(128)),
     paged(*UNEVEN, kv_dtype=E5M2, kv_layout="HND", cache="strided", dtype="bfloat16", k_scale=0.5, v_scale=2.0),
     ragged(*UNEVEN, kv_dtype=E4M3, **heads(4, 2)),
     decode((65, 12, 0), kv_dtype=E4M3, cache="one", dtype="bfloat16", **heads(4, 1), **dims(128)),
     paged(*UNEVEN, kv_dtype=E4M3, pos_encoding_mode="ROPE_LLAMA", mask="causal"),
     paged(*UNEVEN, kv_dtype="nvfp4", mask="causal", **dims(128)),
     paged((9, 4), (33, 18), kv_dtype="nvfp4", page_size=5, kv_layout="HND", cache="one", dtype="bfloat16"),
-    paged((9, 4), (33, 18), kv_dtype="nvfp4", cache="strided", k_scale=0.5, v_scale=2.0, **heads(4, 2)),
     ragged(*UNEVEN, kv_dtype="nvfp4", mask="custom"),
     decode((65, 12, 0), kv_dtype="nvfp4", **heads(4, 2), **dims(128)),
     decode((65, 12, 0), kv_dtype=E4M3, cache="strided", **heads(8, 1), **dims(512)),
@@ -552,8 +519,8 @@ def random_lengths(case: BatchCase, seed: int, max_len: int) -> BatchCase:
     return dataclasses.replace(case, qo_lens=qo_lens, kv_lens=kv_lens, seed=seed)
 
 
-def features(case: BatchCase, device: torch.device, dense: bool = False) -> Features:
-    """Features of a case, or of the single request that it consists of."""
+def features(case: BatchCase, device: torch.device) -> Features:
+    """The features of a case on a device, without its tensors."""
     dtype = getattr(torch, case.dtype)
     kv_dtype = {None: dtype, "nvfp4": torch.uint8}.get(case.kv_dtype) or getattr(torch, str(case.kv_dtype))
     scored = case.q_scale is not None or case.k_scale is not None
@@ -567,14 +534,13 @@ def features(case: BatchCase, device: torch.device, dense: bool = False) -> Feat
         positive_scale=case.scale > 0 and not (case.tensor_scales and scored and device.type == "cuda"),
         kv_block_scales=case.kv_dtype == "nvfp4",
         sinks=case.sinks,
-        kv_source="dense" if dense else "ragged" if case.kind == "ragged" else "paged",
-        decode=case.kind == "decode" or (dense and case.rows == 1),
-        own_splits=not dense and (case.fixed_split_size is not None or case.disable_split_kv),
+        kv_source="dense" if case.single else "paged" if case.paged else "ragged",
+        expanded=case.storage == "expanded" and case.num_kv_heads > 1,
+        decode="decode" in case.kind,
+        own_splits=case.fixed_split_size is not None or case.disable_split_kv,
     )
 
 
-def refusals(
-    case: BatchCase, inputs: BatchInputs, backend: str, arch: Arch | None, dense: bool = False
-) -> list[Refusal]:
+def refusals(case: BatchCase, inputs: BatchInputs, backend: str, arch: Arch | None) -> list[Refusal]:
     """Refusals of the capability table for a case."""
-    return select.reasons_against(capabilities.BY_NAME[backend], features(case, inputs.q.device, dense), arch)
+    return select.reasons_against(capabilities.BY_NAME[backend], features(case, inputs.q.device), arch)

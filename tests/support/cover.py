@@ -12,7 +12,7 @@ Trait = tuple[Hashable, ...]
 
 NUMBERS = ("window_left", "logits_soft_cap", "soft_cap", "sm_scale", "q_scale", "k_scale", "v_scale", "spike", "mean")
 FREE = ("seed", "rope_scale", "rope_theta", "spike_key", "longest_item")  # their values choose no path
-HEADS, LENGTHS = ("num_qo_heads", "num_kv_heads"), ("qo_len", "kv_len")
+HEADS, LENGTHS = ("num_qo_heads", "num_kv_heads"), ("qo_lens", "kv_lens")
 TILE = 64  # tokens of the smallest one
 
 
@@ -43,7 +43,7 @@ def _traits(problem: Any) -> set[Trait]:
     """
     fields = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
     qo_heads, kv_heads = fields["heads"] if "heads" in fields else (fields[name] for name in HEADS)
-    lengths = [[fields[name]] if name in fields else fields[f"{name}s"] for name in LENGTHS]
+    lengths = [fields[name] for name in LENGTHS]
     head_dims = (value for name, value in fields.items() if name.startswith("head_dim"))
     found: set[Trait] = {("group", qo_heads // kv_heads), ("code", *head_dims, _mask(fields))}
     found.add(("requests", min(len(lengths[0]), 2), any(lengths[1])))
@@ -52,7 +52,7 @@ def _traits(problem: Any) -> set[Trait]:
     for name, value in fields.items():
         if name in NUMBERS:
             found.add((name, value and (value > 0) - (value < 0)))
-        elif name not in (*FREE, *HEADS, "heads", *LENGTHS, "qo_lens", "kv_lens"):
+        elif name not in (*FREE, *HEADS, "heads", *LENGTHS):
             found.add((name, value))
     return found
 

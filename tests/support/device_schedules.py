@@ -48,13 +48,13 @@ class Arrays(NamedTuple):
         return cls(qo_indptr, np.cumsum([0, *pages]), last)
 
 
-def random_case(rng: np.random.Generator, most_requests: int = 300) -> Case:
+def random_case(rng: np.random.Generator, most_requests: int = 300, most_tokens: int = 40_000) -> Case:
     """Returns a batch of any kind: decode, prefill or mixed, even or skewed, of short and long requests."""
     size = int(np.exp(rng.uniform(0, np.log(most_requests + 1)))) - (rng.random() < 0.02)
     top = int(np.exp(rng.uniform(np.log(2), np.log(100_000))))
     kv_len = random_kv_len(rng, size, top)
     q_len = int(rng.choice([0, 0, 1, 1, 4]))
-    longest = int(np.exp(rng.uniform(0, np.log(max(2, min(3000, 40_000 // max(size, 1)))))))
+    longest = int(np.exp(rng.uniform(0, np.log(max(2, min(3000, most_tokens // max(size, 1)))))))
     qo_len = np.full(size, q_len) if q_len else rng.integers(0, longest + 1, size)
     rows, cols = ((16, 64), (128, 64), (128, 128), (192, 128), (64, 176), (16, 256))[rng.integers(6)]
     num_kv_heads = int(rng.choice([1, 2, 4, 8, 32]))

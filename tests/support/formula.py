@@ -1,19 +1,17 @@
-"""Attention by its formula, in fp64: of single requests, and request by request for batches."""
+"""Attention by its formula, in fp64, request by request."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import numpy as np
 import torch
 
 from tests.support.batch_case import BatchCase, BatchInputs
-from tests.support.case import Case, Inputs
 from tests.support.dense_attention import attention, seen
 
 
-def rotated(case: Case | BatchCase, x: torch.Tensor, first_position: int) -> torch.Tensor:
+def rotated(case: BatchCase, x: torch.Tensor, first_position: int) -> torch.Tensor:
     """RoPE as a product of complex numbers, rounded to q's dtype as tensor cores need it. `x`: `[len, heads, dim]`."""
     if case.pos_encoding_mode != "ROPE_LLAMA":
         return x
@@ -30,15 +28,15 @@ def alibi_slope(head: int, num_heads: int) -> float:
     return 2 ** (-8 * (head + 1) / n) if head < n else 2 ** (-4 * (2 * (head - n) + 1) / n)
 
 
-def visible(case: Case | BatchCase, keep: torch.Tensor | None, qo_len: int, kv_len: int) -> torch.Tensor:
+def visible(case: BatchCase, keep: torch.Tensor | None, qo_len: int, kv_len: int) -> torch.Tensor:
     """A mask replaces causality; a window restricts both."""
-    causal = keep is None and (case.mask == "causal" or case.kind == "decode")
+    causal = keep is None and (case.mask == "causal" or "decode" in case.kind)
     kept = seen(qo_len, kv_len, causal, case.window_left)
     return kept if keep is None else kept & keep
 
 
 def formula(
-    case: Case | BatchCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, sinks: Any
+    case: BatchCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, sinks: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse of a request, in the base of the case."""
     qo_len, kv_len = len(q), len(k)
@@ -48,18 +46,8 @@ def formula(
     bias = torch.tensor(slopes).double()[:, None, None] * distance if case.pos_encoding_mode == "ALIBI" else 0.0
     kept = visible(case, keep, qo_len, kv_len)
     o, lse = attention(q_rows, k_rows, v, kept, case.scale, case.logits_soft_cap, sinks, bias)
-    base = math.log(2) if getattr(case, "lse_base", "log2") == "ln" else 1.0
+    base = math.log(2) if case.lse_base == "ln" else 1.0
     return o * (1.0 if case.v_scale is None else case.v_scale), lse * base
-
-
-def single_formula(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    k, v, keep = inputs.k, inputs.v, inputs.custom_mask
-    if case.kv_layout == "HND":
-        k, v = k.transpose(0, 1), v.transpose(0, 1)
-    if inputs.packed_custom_mask is not None:
-        bits = np.unpackbits(inputs.packed_custom_mask.numpy(), count=case.qo_len * case.kv_len, bitorder="little")
-        keep = torch.from_numpy(bits).view(case.qo_len, case.kv_len).bool()
-    return formula(case, inputs.q, k, v, keep, None)
 
 
 def batch_formula(case: BatchCase, inputs: BatchInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,31 +57,16 @@ def batch_formula(case: BatchCase, inputs: BatchInputs) -> tuple[torch.Tensor, t
     return torch.cat(o), torch.cat(lse)
 
 
-def assert_single_right(case: Case, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    o_ref, lse_ref = single_formula(case, inputs)
-    if case.kind == "decode":
-        o_ref, lse_ref = o_ref[0], lse_ref[0]
-    _assert_near(case, (out, lse), (o_ref, lse_ref), o_atol=2e-6, lse_rtol=1e-6)
-
-
 def assert_batch_right(case: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    _assert_near(case, (out, lse), batch_formula(case, inputs), o_atol=1e-5, lse_rtol=2e-6)
-
-
-def _assert_near(
-    case: Case | BatchCase,
-    got: tuple[torch.Tensor, torch.Tensor | None],
-    expected: tuple[torch.Tensor, torch.Tensor],
-    o_atol: float,
-    lse_rtol: float,
-) -> None:
     """The reference computes in fp32: only the output is rounded."""
-    (out, lse), (o_ref, lse_ref) = got, expected
+    o_ref, lse_ref = batch_formula(case, inputs)
+    if case.kind == "single_decode":
+        o_ref, lse_ref = o_ref[0], lse_ref[0]
     assert out.dtype == getattr(torch, case.o_dtype or case.dtype)
     ulp = torch.finfo(out.dtype).eps
-    torch.testing.assert_close(out.double(), o_ref, rtol=ulp, atol=1e-4 * ulp + o_atol)
+    torch.testing.assert_close(out.double(), o_ref, rtol=ulp, atol=1e-4 * ulp + 1e-5)
     assert not out[lse_ref.isinf()].any()
     if case.return_lse:
         assert lse is not None
         assert lse.dtype == torch.float32
-        torch.testing.assert_close(lse.double(), lse_ref, rtol=lse_rtol, atol=10 * lse_rtol)
+        torch.testing.assert_close(lse.double(), lse_ref, rtol=2e-6, atol=2e-5)

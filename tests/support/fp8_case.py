@@ -14,11 +14,9 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-import cute_attn
 from cute_attn.problem import Features
 from cute_attn.reference import attention as reference
 from tests.support import batch_case
@@ -58,26 +56,21 @@ class Fp8Case:
 
     @property
     def id(self) -> str:
-        default = Fp8Case((), ())
-        parts = ["single" if self.single else f"page{self.page_size}" if self.page_size else "ragged"]
-        parts += ["x".join(map(str, lens)) for lens in (self.qo_lens, self.kv_lens, self.heads)]
-        shown = ("qo_lens", "kv_lens", "heads", "page_size", "single")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name not in shown and value != getattr(default, field.name):
-                parts.append(f"{field.name}={value}")
-        return "-".join(parts)
+        own = ("scales", "mean", "sinks", "spike", "spike_key")
+        shown = (f"{name}={x}" for name in own if (x := getattr(self, name)) != getattr(Fp8Case, name))
+        return "-".join([self.batch.id, *shown])
 
     def features(self, device: torch.device) -> Features:
-        return batch_case.features(self.batch, device, dense=self.single)
+        return batch_case.features(self.batch, device)
 
     @property
     def batch(self) -> BatchCase:
         """Where its tokens lie, and the options of its plan."""
         q_dtype, o_dtype = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.o_dtype))
         dims = self.head_dim, self.head_dim
+        kind = "single_prefill" if self.single else "paged" if self.page_size else "ragged"
         return BatchCase(
-            *("paged" if self.page_size else "ragged", self.qo_lens, self.kv_lens, *self.heads, *dims),
+            *(kind, self.qo_lens, self.kv_lens, *self.heads, *dims),
             page_size=self.page_size or 1,
             dtype=q_dtype,
             o_dtype=o_dtype,
@@ -125,35 +118,17 @@ def make(case: Fp8Case, device: torch.device | str) -> Inputs:
     return Inputs(q, k, v, (scale_q, scale_k, scale_v), None if keep is None else keep.to(device), sinks)
 
 
-def call(case: Fp8Case, inputs: Inputs, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+def call(case: Fp8Case, inputs: Inputs, backend: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse)."""
-    if case.single:
-        return _single(case, inputs, backend)
-    return _batch(case, inputs, backend)
-
-
-def _single(case: Fp8Case, inputs: Inputs, backend: str) -> Any:
-    scales: dict[str, Any] = {}
-    if case.scales in ("heads", "signed"):
-        scales = dict(zip(("scale_q", "scale_k", "scale_v"), inputs.scales, strict=True))
-    same = ("window_left", "sm_scale", "logits_soft_cap", "pos_encoding_mode")
-    options = {name: getattr(case.batch, name) for name in same} | {"causal": case.causal, "o_dtype": case.o_dtype}
-    tensors = inputs.q, inputs.k, inputs.v
-    return cute_attn.single_prefill_with_kv_cache(
-        *tensors, custom_mask=inputs.keep, return_lse=True, backend=backend, **options, **scales
-    )
-
-
-def _batch(case: Fp8Case, inputs: Inputs, backend: str) -> Any:
-    device, batch = inputs.q.device, case.batch
-    placed = batch_case.make(batch, device, numbers=tuple(x.cpu().float() for x in (inputs.q, inputs.k, inputs.v)))
-    wrapper = batch_case.wrapper(batch, device, backend=backend)
-    wrapper.plan(**batch_case.plan_arguments(batch, placed))
-    extras: dict[str, Any] = {"return_lse": True, "sinks": inputs.sinks}
-    per_head = inputs.scales if case.scales in ("heads", "signed") else ()
+    numbers = tuple(x.cpu().float() for x in (inputs.q, inputs.k, inputs.v))
+    placed = batch_case.make(case.batch, inputs.q.device, numbers)
+    masks = {} if inputs.keep is None else {"custom_mask": inputs.keep}
+    placed = dataclasses.replace(placed, sinks=inputs.sinks, masks=masks)
     if case.scales == "numbers":
-        extras |= dict(zip(("q_scale", "k_scale", "v_scale"), (float(x[0]) for x in inputs.scales), strict=True))
-    return wrapper.run(placed.q, *placed.kv, *per_head, **extras)
+        named = zip(("q_scale", "k_scale", "v_scale"), (float(x[0]) for x in inputs.scales), strict=True)
+        return batch_case.call(case.batch, placed, backend=backend, **dict(named))
+    per_head = inputs.scales if case.scales in ("heads", "signed") else ()
+    return batch_case.call(case.batch, placed, backend=backend, head_scales=per_head)
 
 
 def requests(case: Fp8Case) -> Iterator[tuple[slice, slice]]:

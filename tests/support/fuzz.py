@@ -45,19 +45,17 @@ BASES = (
 
 @dataclass
 class Call:
-    """Arguments of the constructor, of `plan` and of `run`; `kv` are the positional ones after q."""
+    """Arguments of the constructor, of `plan` and of `run`, by name."""
 
     case: BatchCase
     make: dict[str, Any]
     plan: dict[str, Any]
-    q: Any
-    kv: list[Any]
     run: dict[str, Any]
 
     def execute(self, device: str) -> None:
         made = wrapper(self.case, device, **self.make)
         made.plan(**self.plan)
-        made.run(self.q, *self.kv, **self.run)
+        made.run(**self.run)
 
 
 @dataclass
@@ -79,11 +77,12 @@ def run(count: int, device: str = "cpu", **make_arguments: Any) -> Outcomes:
     for seed in range(count):
         rng = random.Random(seed)
         case, inputs = whole[seed % len(whole)]
-        plan, arguments = plan_arguments(case, inputs), run_arguments(case, inputs)
-        call = Call(case, dict(make_arguments), plan, inputs.q, list(inputs.kv), arguments)
+        names = ("q", "paged_kv_cache") if case.paged else ("q", "k", "v")
+        arguments = {**run_arguments(case, inputs), **dict(zip(names, (inputs.q, *inputs.kv), strict=True))}
+        call = Call(case, dict(make_arguments), plan_arguments(case, inputs), arguments)
         chosen = [rng.choice(CORRUPTIONS) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
         for corruption in chosen:
-            with contextlib.suppress(IndexError, RuntimeError, TypeError):  # torch has no such tensor
+            with contextlib.suppress(AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # no such tensor
                 corruption.apply(call, rng)
         try:
             call.execute(device)
@@ -101,11 +100,6 @@ def run(count: int, device: str = "cpu", **make_arguments: Any) -> Outcomes:
 # ---- what may be corrupted
 
 
-def _one_of(call: Call, rng: random.Random, *names: str) -> str | None:
-    present = [name for name in names if isinstance(call.plan.get(name), torch.Tensor)]
-    return rng.choice(present) if present else None
-
-
 BOUNDS = ("qo_indptr", "kv_indptr", "paged_kv_indptr", "indptr")
 LAST = ("paged_kv_last_page_len", "last_page_len")
 PAGES = ("paged_kv_indices", "indices")
@@ -114,20 +108,15 @@ NUMBERS = (-1, -7, 0, 1, 2, 3, 5, 100, 4096, 1 << 20, (1 << 31) - 1, -(1 << 31))
 
 def _number(names: tuple[str, ...]) -> Callable[[Call, random.Random], None]:
     def apply(call: Call, rng: random.Random) -> None:
-        name = _one_of(call, rng, *names)
-        if name is not None and call.plan[name].numel():
+        present = [name for name in names if isinstance(call.plan.get(name), torch.Tensor)]
+        name = rng.choice(present)
+        if call.plan[name].numel():
             changed = call.plan[name].clone()
             for _ in range(rng.choice((1, 1, 3))):
                 changed.view(-1)[rng.randrange(changed.numel())] = rng.choice(NUMBERS)
             call.plan[name] = changed
 
     return apply
-
-
-def _index_array(call: Call, rng: random.Random) -> None:
-    name = _one_of(call, rng, *BOUNDS, *LAST, *PAGES)
-    if name is not None:
-        call.plan[name] = _changed(call.plan[name], rng)
 
 
 def _changed(x: torch.Tensor, rng: random.Random) -> Any:
@@ -184,52 +173,22 @@ def _misaligned(x: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def _query(call: Call, rng: random.Random) -> None:
-    if isinstance(call.q, torch.Tensor):
-        call.q = _changed(call.q, rng)
-
-
-def _cache(call: Call, rng: random.Random) -> None:
-    at = rng.randrange(len(call.kv))
-    cache = call.kv[at]
-    if isinstance(cache, torch.Tensor):
-        call.kv[at] = _changed(cache, rng)
-    elif isinstance(cache, tuple | list):
-        halves = list(cache)
-        half = rng.randrange(len(halves)) if halves else 0
-        if halves and isinstance(halves[half], torch.Tensor):
-            halves[half] = _changed(halves[half], rng)
-        call.kv[at] = rng.choice((halves, tuple(halves), halves[:1], (*halves, None), halves[::-1]))
-
-
-def _block_scales(call: Call, rng: random.Random) -> None:
-    scales = call.run.get("kv_cache_sf")
-    if scales is None:
-        call.run["kv_cache_sf"] = (torch.zeros(3), torch.zeros(3))
+def _form(call: Call, rng: random.Random) -> None:
+    """Another form of a tensor, or of one of a pair of them, or another pair."""
+    of = rng.choice((call.plan, call.run, call.run))
+    name = rng.choice([name for name, x in of.items() if isinstance(x, torch.Tensor | tuple | list)])
+    if isinstance(of[name], torch.Tensor):
+        of[name] = _changed(of[name], rng)
         return
-    halves = list(scales)
-    if halves and isinstance(halves[0], torch.Tensor):
-        halves[0] = _changed(halves[0], rng)
-    call.run["kv_cache_sf"] = rng.choice((halves, None, halves[:1]))
+    halves = list(of[name])
+    half = rng.randrange(len(halves))
+    halves[half] = _changed(halves[half], rng)
+    of[name] = rng.choice((halves, tuple(halves), halves[:1], (*halves, None), halves[::-1]))
 
 
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 7, 64, 1 << 40, -(1 << 40), 0.0, 1.5, -2.5, float("nan"), float("inf"), 1e300),
-    *(
-        "",
-        "NONE",
-        "ALIBI",
-        "float16",
-        "bfloat16",
-        "float32",
-        "uint8",
-        "float8_e4m3fn",
-        "NHD",
-        "HND",
-        "auto",
-        "fa2",
-        "x",
-    ),
+    *("", "NONE", "ALIBI", "float16", "bfloat16", "float32", "uint8", "float8_e4m3fn", "NHD", "auto", "fa2", "x"),
     *(torch.float16, torch.bfloat16, torch.float32, torch.int32, (1, 2), [3], {}, object()),
 )
 PLAN_OPTIONS = (
@@ -238,6 +197,7 @@ PLAN_OPTIONS = (
     *("window_left", "logits_soft_cap", "rope_scale", "rope_theta", "non_blocking", "fixed_split_size"),
     *("disable_split_kv", "q_len_per_req", "lse_base", "seq_lens", "max_sequence_kv", "prefix_len_ptr"),
     *("window_right", "data_type", "v_indptr", "token_pos_in_items_len", "block_tables"),
+    *("custom_mask", "packed_custom_mask"),
 )
 RUN_OPTIONS = (
     *("q_scale", "k_scale", "v_scale", "return_lse", "enable_pdl", "window_left", "sinks", "out", "lse"),
@@ -248,7 +208,8 @@ RUN_OPTIONS = (
 def _plan_option(call: Call, rng: random.Random) -> None:
     kind = type(wrapper(call.case, "cpu"))
     accepted = [name for name in PLAN_OPTIONS if name in inspect.signature(kind.plan).parameters]
-    call.plan[rng.choice(accepted)] = rng.choice(VALUES)
+    masks = [torch.ones(n, dtype=dtype) for n in (0, 7, 64, 369, 381) for dtype in (torch.bool, torch.uint8)]
+    call.plan[rng.choice(accepted)] = rng.choice((*VALUES, *masks))
 
 
 def _run_option(call: Call, rng: random.Random) -> None:
@@ -262,26 +223,16 @@ def _make_option(call: Call, rng: random.Random) -> None:
     call.make[rng.choice(("use_cuda_graph", "backend", "jit_args"))] = rng.choice(VALUES)
 
 
-def _outputs(call: Call, rng: random.Random) -> None:
-    if not isinstance(call.q, torch.Tensor):
-        return
-    rows, num_heads = call.case.rows, call.case.num_qo_heads
-    device = call.q.device
-    out = torch.zeros(rows, num_heads, call.case.head_dim_vo, dtype=torch.float16, device=device)
-    lse = torch.zeros(rows, num_heads, device=device)
+def _buffers(call: Call, rng: random.Random) -> None:
+    """Outputs of the caller, of which one has another form, or is the query."""
+    shape = (call.case.rows, call.case.num_qo_heads, call.case.head_dim_vo)
+    device = call.run["q"].device
+    given = {
+        "out": torch.zeros(shape, dtype=torch.float16, device=device),
+        "lse": torch.zeros(shape[:2], device=device),
+    }
     name = rng.choice(("out", "lse"))
-    call.run[name] = _changed(out if name == "out" else lse, rng)
-    if rng.random() < 0.2:
-        call.run["out"] = call.q
-
-
-def _masks(call: Call, rng: random.Random) -> None:
-    name = rng.choice(("custom_mask", "packed_custom_mask"))
-    if call.case.kind != "decode":
-        mask = call.plan.get(name)
-        size = rng.choice((0, 1, 7, 64, 369, 381, 1000))
-        new = torch.ones(size, dtype=torch.bool if name == "custom_mask" else torch.uint8)
-        call.plan[name] = _changed(mask if isinstance(mask, torch.Tensor) and mask.numel() else new, rng)
+    call.run |= {name: rng.choice((_changed(given[name], rng), call.run["q"]))}
 
 
 def _swap(call: Call, rng: random.Random) -> None:
@@ -293,14 +244,10 @@ CORRUPTIONS = (
     *(Corruption("bounds", _number(BOUNDS)),) * 3,
     *(Corruption("last page", _number(LAST)),) * 2,
     *(Corruption("page numbers", _number(PAGES)),) * 3,
-    Corruption("form of index arrays", _index_array),
-    *(Corruption("query", _query),) * 2,
-    *(Corruption("cache", _cache),) * 3,
-    Corruption("block scales", _block_scales),
+    *(Corruption("form of a tensor", _form),) * 7,
     *(Corruption("option of plan", _plan_option),) * 3,
     *(Corruption("option of run", _run_option),) * 2,
     Corruption("option of the constructor", _make_option),
-    Corruption("outputs", _outputs),
-    Corruption("masks", _masks),
+    Corruption("outputs", _buffers),
     Corruption("layout", _swap),
 )

@@ -7,7 +7,6 @@ that must not pass for the first one's result; or the backend refuses with its n
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,19 +18,7 @@ from cute_attn.dispatch import capabilities, select
 from cute_attn.errors import Refusal
 from cute_attn.request.settings import FP8
 from cute_attn.runtime.arch import Arch
-from tests.support.batch_case import (
-    E4M3,
-    E5M2,
-    BatchCase,
-    BatchInputs,
-    call,
-    check,
-    dims,
-    features,
-    make,
-    plan_arguments,
-    run_arguments,
-)
+from tests.support.batch_case import E4M3, E5M2, BatchCase, call, check, dims, features, make
 from tests.support.right import assert_right
 
 KINDS = ("paged", "ragged", "decode", "single_prefill", "single_decode")
@@ -137,38 +124,14 @@ def base(kind: str, changes: dict[str, Any]) -> BatchCase:
     """One request for single functions, two for batches."""
     requests = 1 if kind.startswith("single") else 2
     qo_lens = (1,) * requests if "decode" in kind else (17, 5)[:requests]  # rows of a kv head beyond those of decode
-    stored = kind if kind in BATCH else "ragged"
-    page_size = 1 if stored == "ragged" else 4
-    case = BatchCase(stored, qo_lens, (40, 33)[:requests], 4, 2, page_size=page_size, seed=5)
+    page_size = 4 if kind in ("paged", "decode") else 1
+    case = BatchCase(kind, qo_lens, (40, 33)[:requests], 4, 2, page_size=page_size, seed=5)
     return dataclasses.replace(case, **changes)
 
 
-def result(kind: str, case: BatchCase, inputs: BatchInputs, backend: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if kind in BATCH:
-        return call(case, inputs, backend=backend)
-    axis = 1 if case.kv_layout == "HND" else 0
-    k, v, *scales = (x.narrow(axis, 0, case.kv_lens[0]) for x in (*inputs.kv, *(inputs.kv_cache_sf or ())))
-    arguments = {**plan_arguments(case, inputs), **run_arguments(case, inputs), "kv_layout": case.kv_layout}
-    arguments |= {"kv_cache_sf": tuple(scales) or None, "backend": backend}
-    if arguments["o_data_type"] is not None:
-        arguments["o_dtype"] = getattr(torch, arguments["o_data_type"])
-    if "custom_mask" in arguments:
-        arguments["custom_mask"] = arguments["custom_mask"].view(case.qo_lens[0], case.kv_lens[0])
-    function, q = cute_attn.single_prefill_with_kv_cache, inputs.q
-    if kind == "single_decode":
-        function, q = cute_attn.single_decode_with_kv_cache, q[0]
-    accepted = inspect.signature(function).parameters
-    given = {name: value for name, value in arguments.items() if name in accepted}
-    found = function(q, k, v, **given)
-    out, lse = found if case.return_lse else (found, None)
-    if kind == "single_decode":
-        return out[None], None if lse is None else lse[None]
-    return out, lse
-
-
-def refusals_of_call(kind: str, case: BatchCase, backend: str, device: str, arch: Arch | None) -> list[Refusal]:
+def refusals_of_call(case: BatchCase, backend: str, device: str, arch: Arch | None) -> list[Refusal]:
     """Refusals of the capability table, also of rows that the tensors of a call show to be half aligned."""
-    found = features(case, torch.device(device), dense=kind.startswith("single"))
+    found = features(case, torch.device(device))
     odd = case.head_dim_qk % 16 != 0 and found.kv_dtype in FP8
     found = found._replace(half_aligned_kv=odd)
     return select.reasons_against(capabilities.BY_NAME[backend], found, arch)
@@ -177,15 +140,15 @@ def refusals_of_call(kind: str, case: BatchCase, backend: str, device: str, arch
 def honour(kind: str, perturbation: Perturbation, backend: str, device: str, arch: Arch | None) -> None:
     before, after = base(kind, perturbation.before), base(kind, perturbation.after)
     inputs = make(after, device)
-    expected = refusals_of_call(kind, after, backend, device, arch)
+    expected = refusals_of_call(after, backend, device, arch)
     if expected:
         with pytest.raises(cute_attn.NotSupported) as error:
-            result(kind, after, inputs, backend)
+            call(after, inputs, backend=backend)
         refused = error.value.refusals
         assert refused
         assert all(refusal in expected and refusal[0] == backend and all(refusal) for refusal in refused)
         return
-    out, lse = result(kind, after, inputs, backend)
+    out, lse = call(after, inputs, backend=backend)
     assert_right(after, inputs, out, lse)
     if perturbation.moves:
         assert not check(before, make(before, device), out, lse).ok, f"{perturbation.argument} moved nothing"

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 import cute_attn
+from tests.support.batch_case import BatchCase, wrapper
+from tests.support.graphs import graph_wrapper
 from tests.support.launch_corpus import Recorder, Script
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 16
@@ -85,20 +87,14 @@ class Batch:
 
     def __init__(self, rec: Recorder, kind: str, backend: str, graph: bool, requests: int) -> None:
         self.rec, self.kind, self.plans = rec, kind, 0
-        self.workspace = rec.named("workspace", torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8))
-        buffers = self._buffers(requests) if graph else {}
-        self.made: Any = WRAPPERS[kind](self.workspace, "NHD", use_cuda_graph=graph, backend=backend, **buffers)
-
-    def _buffers(self, requests: int) -> dict[str, torch.Tensor]:
-        last = "_buffer" if self.kind == "decode" else "_buf"
-        named = {"kv_indptr": ints(*[0] * (requests + 1))} if self.kind == "ragged" else {
-            "paged_kv_indptr": ints(*[0] * (requests + 1)),
-            "paged_kv_indices": ints(*[0] * 512),
-            "paged_kv_last_page_len": ints(*[1] * requests),
-        }  # fmt: skip
-        if self.kind != "decode":
-            named["qo_indptr"] = ints(*[0] * (requests + 1))
-        return {f"{name}{last}": self.rec.named(f"{name} buffer", x) for name, x in named.items()}
+        case, buffers = BatchCase(kind, (1,) * requests, (1,) * requests), dict[str, torch.Tensor]()
+        if graph:
+            self.made, buffers = graph_wrapper(case, "cpu", 512, 0, backend=backend)
+        else:
+            self.made = wrapper(case, backend=backend)
+        rec.named("workspace", self.made._float_workspace_buffer)
+        for name, buffer in buffers.items():
+            rec.named(f"{name.rpartition('_')[0]} buffer", buffer)
 
     def plan(self, qo_lens: Sequence[int], kv_lens: Sequence[int], **options: Any) -> None:
         self.plans += 1
@@ -124,13 +120,6 @@ class Batch:
         kv = [self.rec.randn(f"{x} of {label}", *shape, KV_HEADS, DIM, dtype=dtype) for x in "kv"]
         run = getattr(self.made, method)
         self.rec.call(label, run, q, *(kv if self.kind == "ragged" else [tuple(kv)]), **options)
-
-
-WRAPPERS = {
-    "ragged": cute_attn.BatchPrefillWithRaggedKVCacheWrapper,
-    "paged": cute_attn.BatchPrefillWithPagedKVCacheWrapper,
-    "decode": cute_attn.BatchDecodeWithPagedKVCacheWrapper,
-}
 
 
 def prefill(rec: Recorder, kind: str, backend: str, graph: bool = False) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import torch
 
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
-from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, E4M3, PACKED, prefill
 from tests.support.right import Solver
 
@@ -15,7 +14,7 @@ NARROW = {"o_dtype": "float8_e4m3fn"}
 NARROW_5 = {"o_dtype": "float8_e5m2"}
 
 # v_scale 300: outputs beyond the largest number of e4m3, which they become.
-PROBLEMS: tuple[Case | BatchCase, ...] = (
+PROBLEMS: tuple[BatchCase, ...] = (
     ragged((3, 20), (300, 60), fixed_split_size=128, **NARROW, **heads(2, 1)),  # keys are split
     paged((70, 9), (60, 140), page_size=3, sinks=True, v_scale=-1.25, **NARROW_5, **dims(112)),
     prefill(70, 150, (2, 1), 128, **BF16, **CAUSAL, **NARROW, v_scale=300.0),
@@ -27,7 +26,7 @@ PROBLEMS: tuple[Case | BatchCase, ...] = (
 )
 
 
-def assert_rounded(problem: Case | BatchCase, device: str, backend: str) -> None:
+def assert_rounded(problem: BatchCase, device: str, backend: str) -> None:
     """The output is right, and the fp32 output of the same kernel rounded to nearest even and saturated."""
     beyond = problem.v_scale == 300.0
     solver = Solver(problem, device, backend=backend)

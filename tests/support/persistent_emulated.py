@@ -12,7 +12,6 @@ from cute_attn.emulator.settings import Emulation
 from cute_attn.problem import Features
 from cute_attn.runtime.arch import Arch, named
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
-from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, HND, PACKED, prefill
 from tests.support.right import AnyCase, emulate, families
 from tests.support.schedules import ALL_SCHEDULES
@@ -47,7 +46,7 @@ TARGETS = (FA3, FA4)
 
 
 # Several tiles per CTA, reuse of all stages of the rings, tiles that see no key, boxes of one token.
-LONG: tuple[Case, ...] = (
+LONG: tuple[BatchCase, ...] = (
     prefill(400, 700, (2, 1), 64, **CAUSAL),
     prefill(200, 600, (2, 2), 128, **BF16),
     prefill(300, 100, (2, 2), 128, **CAUSAL, **BF16),

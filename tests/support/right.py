@@ -9,26 +9,25 @@ import torch
 
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
-from tests.support import batch_case, case, fp8_case
+from tests.support import batch_case, fp8_case
 from tests.support.batch_case import BatchCase, BatchInputs
-from tests.support.case import Case, poisoned_memory
+from tests.support.case import poisoned_memory
 from tests.support.fp8_case import Fp8Case
 
-AnyCase = Case | BatchCase | Fp8Case
+AnyCase = BatchCase | Fp8Case
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Solver:
     """A case on a device, and what runs it: a planned wrapper, or the function of single requests."""
 
-    def __init__(self, problem: Case | BatchCase, device: torch.device | str = "cpu", **arguments: Any) -> None:
+    def __init__(self, problem: BatchCase, device: torch.device | str = "cpu", **arguments: Any) -> None:
         """`arguments`: those of the wrapper, or of the call. A split size of its own gets the workspace it needs."""
-        self.problem, self.arguments = problem, arguments
-        self.batch = isinstance(problem, BatchCase)
-        self.inputs = (batch_case if self.batch else case).make(problem, device)
-        if not self.batch:
+        self.problem, self.arguments, self.wrapper = problem, arguments, None
+        self.inputs = batch_case.make(problem, device)
+        if problem.single:
             return
-        self.wrapper = batch_case.wrapper(problem, device, **arguments)
+        self.arguments, self.wrapper = {}, batch_case.wrapper(problem, device, **arguments)
         if problem.fixed_split_size is not None:  # refused if it does not fit
             size = self.wrapper.workspace_size(**batch_case.plan_arguments(problem, self.inputs))[0]
             workspace = torch.empty(max(batch_case.WORKSPACE, size), dtype=torch.uint8, device=device)
@@ -36,13 +35,11 @@ class Solver:
         self.plan()
 
     def plan(self) -> None:
-        if self.batch:
+        if self.wrapper is not None:
             self.wrapper.plan(**batch_case.plan_arguments(self.problem, self.inputs))
 
-    def call(self) -> Pair:
-        if self.batch:
-            return batch_case.call(self.problem, self.inputs, self.wrapper)
-        return case.call(self.problem, self.inputs, **self.arguments)
+    def call(self, **extra: Any) -> Pair:
+        return batch_case.call(self.problem, self.inputs, self.wrapper, **self.arguments, **extra)
 
     def assert_right(self) -> Pair:
         """Call and compare; the results."""
@@ -57,10 +54,9 @@ def planned(case: BatchCase, device: str = "cpu", **arguments: Any) -> tuple[Any
     return solver.wrapper, solver.inputs
 
 
-def assert_right(problem: Case | BatchCase, inputs: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+def assert_right(problem: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Fail with the case, and with what of its result is wrong first."""
-    outputs = (inputs, out, lse) if isinstance(problem, BatchCase) else (out, lse)
-    result = (batch_case if isinstance(problem, BatchCase) else case).check(problem, *outputs)
+    result = batch_case.check(problem, inputs, out, lse)
     assert result.ok, f"{problem}: {result.detail}"
 
 
@@ -80,7 +76,7 @@ def assert_planned_right(batch: BatchCase, wrapper: Any) -> Pair:
     return results
 
 
-def assert_solved_again(problem: Case | BatchCase, backend: str, device: str = "cuda") -> None:
+def assert_solved_again(problem: BatchCase, backend: str, device: str = "cuda") -> None:
     """Right with NaN in every unwritten byte, and bitwise equal in a second run and after a second plan."""
     solver = Solver(problem, device, backend=backend)
     with poisoned_memory():

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from cute_attn.emulator import Schedule
 from tests.support.batch_case import BatchCase
-from tests.support.case import Case
 
 SCHEDULES = (Schedule("delayed", 1), Schedule("adversarial", 2))
 ALL_SCHEDULES = (Schedule(), *SCHEDULES)
@@ -38,14 +37,14 @@ def all_alike(problem: object) -> None:
     """The structure of problems of one kernel."""
 
 
-def way_of_keys(problem: Case | BatchCase) -> str:
+def way_of_keys(problem: BatchCase) -> str:
     """How K and V are copied: "dense", in "boxes" of a page, or rows "gathered" from small pages."""
-    if isinstance(problem, Case) or problem.kind == "ragged":
+    if not problem.paged:
         return "dense"
     return "boxes" if problem.page_size >= 16 else "gathered"
 
 
-def structure(problem: Case | BatchCase) -> Hashable:
+def structure(problem: BatchCase) -> Hashable:
     """What decides the order of synchronising instructions of a persistent kernel."""
     mask = "bits" if problem.mask in ("custom", "packed") else problem.mask
     return problem.head_dim_qk, problem.head_dim_vo, problem.kv_dtype, mask, way_of_keys(problem)

@@ -11,9 +11,8 @@ import torch
 
 from cute_attn.dispatch import capabilities, select
 from cute_attn.runtime.arch import named
-from tests.support import batch_case, case
+from tests.support import batch_case
 from tests.support.batch_case import E4M3, E5M2, BatchCase, decode, dims, heads
-from tests.support.case import Case
 
 CUDA = torch.device("cuda")
 XQA = capabilities.BY_NAME["xqa"]
@@ -42,10 +41,9 @@ GRAPHED = (
 )
 
 
-def is_taken(problem: Case | BatchCase) -> bool:
+def is_taken(problem: BatchCase) -> bool:
     """Does XQA take this request, or this batch?"""
-    features = (batch_case if isinstance(problem, BatchCase) else case).features(problem, CUDA)
-    return not select.reasons_against(XQA, features, named("sm_90a"))
+    return not select.reasons_against(XQA, batch_case.features(problem, CUDA), named("sm_90a"))
 
 
 SMALL = [*(batch for batch in batch_case.SMALL if batch.kind == "decode" and is_taken(batch)), *CASES]

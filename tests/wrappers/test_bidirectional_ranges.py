@@ -127,6 +127,12 @@ def test_matches_attention_under_the_mask(name: str, executor: Executor) -> None
     case.check(inputs, *run(case, inputs, wrapper, ranges, return_lse=True))
 
 
+def test_a_token_per_request_is_no_decode() -> None:
+    """Whose tokens see no later keys."""
+    case = Case(paged((1, 1), (40, 20), **heads(4, 2)))
+    assert not planned(case, make(case.batch), made(case, "cpu"))._planned().settings.features.decode
+
+
 @pytest.mark.parametrize("executor", [REFERENCE, pytest.param(CUDA, marks=GPU_MARKS)], ids=lambda x: x.name)
 def test_one_plan_runs_layers_of_other_windows_and_ranges(executor: Executor) -> None:
     """Each layer twice: the second call is repeated from the first one's entry."""

@@ -92,6 +92,16 @@ def test_an_option_that_was_not_given() -> None:
     assert made._logits_soft_cap == 0.0
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"disable_split_kv": True}, {"fixed_split_size": 1}, {"mask": "items"}], ids=str
+)
+def test_batches_of_newest_tokens_are_decode(changes: dict[str, Any]) -> None:
+    """Unless their results must not depend on other requests, or rows see keys that decode has no mask for."""
+    few = paged((1, 1), (40, 3), **heads(4, 2))
+    features = planned(dataclasses.replace(few, **changes))._planned().settings.features
+    assert features.decode is not any(changes)
+
+
 @eager_and_graph
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_index_buffers_hold_the_plan(case: BatchCase, graph: bool) -> None:
