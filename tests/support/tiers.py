@@ -14,7 +14,6 @@ EMULATED_CASES = 3_437  # in both tiers, at most; raise it knowingly: a kernel t
 # Test functions of which the quick tier takes more or fewer cases.
 EXCEPTIONS: dict[str, int] = {
     "tests/emulator/test_faults.py::test_it_is_noticed": 0,
-    "tests/emulator/test_faults.py::test_there_is_one_place_for_it": ALL,  # reads sources, runs nothing
     "tests/emulator/test_mutations.py::test_mutants_are_caught": 0,
     "tests/kernels/test_compile_gate.py::test_siblings_have_the_same_machine_code": 0,
     "tests/test_release.py::test_the_wheel_works_in_an_environment_of_its_own": 0,  # makes an environment: 20 s
