@@ -322,7 +322,7 @@ def reports(
 
 def summary(counts: Counter[str], done: list[Fate]) -> Report:
     """The fates that are known of `counts` mutants of the problems."""
-    order = [name for name, *_ in MUTATIONS]
+    order = list(MUTATIONS)
     done = sorted(done, key=lambda fate: (list(counts).index(fate[0].problem), order.index(fate[0].mutant.mutation)))
     tried = Counter(task.problem for task, _ in done)
     mutations: dict[str, dict[str, int]] = {task.mutant.mutation: dict.fromkeys(KINDS, 0) for task, _ in done}
