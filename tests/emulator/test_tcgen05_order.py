@@ -16,7 +16,7 @@ from cute_attn.emulator.tensor_memory import TensorMemory, cells
 from tests.emulator.tcgen05_kernel import AFTER, BEFORE, Kernel
 from tests.emulator.test_tcgen05_mma import Case, Setup
 from tests.emulator.umma_oracle import instruction
-from tests.support.schedules import KINDS
+from tests.support.schedules import KINDS, in_turn
 
 pytestmark = pytest.mark.emulator
 
@@ -58,8 +58,7 @@ def test_the_list_of_steps(group: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("schedule", KINDS)
-@pytest.mark.parametrize("site", range(len(STEPS)), ids=lambda i: f"{i}-{STEPS[i][0]}")
+@pytest.mark.parametrize(("site", "schedule"), in_turn(range(len(STEPS)), KINDS, lambda site: STEPS[site][0]))
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_step_is_needed(group: int, site: int, schedule: str) -> None:
     _, kind, message = STEPS[site]
