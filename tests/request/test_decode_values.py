@@ -24,7 +24,7 @@ CASE = XqaCase((57, 5), heads=(4, 2), head_dim=64)
 def test_corrupted_calls() -> None:
     """Each raises an error that names the argument; none changes what the calls of other tests see."""
     kinds = xqa_corruptions.run(CALLS)
-    assert set(kinds) == {corruption.name for corruption in xqa_corruptions.CORRUPTIONS}
+    assert set(kinds) == {corruption.__name__ for corruption in xqa_corruptions.CORRUPTIONS}
     assert kinds.total() > 0.8 * CALLS
     xqa_corruptions.assert_valid_calls_are_right()
 

@@ -7,7 +7,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,25 +33,7 @@ BASES = (
 )
 
 Arguments = dict[str, Any]
-
-
-class Corruption(NamedTuple):
-    """`apply` returns changed arguments, or None where it means nothing for the case; `named` is in the message."""
-
-    name: str
-    named: str
-    apply: Callable[[Arguments, XqaCase, random.Random], Arguments | None]
-
-
-CORRUPTIONS: list[Corruption] = []
-
-
-def corrupts(named: str) -> Callable[[Callable[..., Arguments | None]], Callable[..., Arguments | None]]:
-    def add(apply: Callable[..., Arguments | None]) -> Callable[..., Arguments | None]:
-        CORRUPTIONS.append(Corruption(apply.__name__, named, apply))
-        return apply
-
-    return add
+Choices = Callable[[Arguments, XqaCase, random.Random], list[Arguments]]
 
 
 def with_value(x: torch.Tensor, index: int | tuple[int, int], value: int) -> torch.Tensor:
@@ -66,96 +48,59 @@ def num_pages(a: Arguments) -> int:
     return int((cache[0] if isinstance(cache, tuple) else cache).shape[0])
 
 
-def live_entry(case: XqaCase, rng: random.Random) -> tuple[int, int]:
-    """Some entry of the table that the call reads."""
-    request = rng.choice([i for i, n in enumerate(case.seq_lens) if n])
-    return request, rng.randrange(-(-case.seq_lens[request] // case.page_size))
-
-
 # ---- page numbers and lengths
 
 
-@corrupts(r"block_tables\[\d+, \d+\], page \d+ of request \d+")
-def negative_page(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
-    return {"block_tables": with_value(a["block_tables"], live_entry(case, rng), -rng.choice([1, 2, HUGE]))}
+def page_numbers(a: Arguments, case: XqaCase, rng: random.Random) -> list[Arguments]:
+    """Of some page that the call reads."""
+    request = rng.choice([i for i, n in enumerate(case.seq_lens) if n])
+    entry, first = (request, rng.randrange(-(-case.seq_lens[request] // case.page_size))), num_pages(a)
+    wrong = (-1, -2, -HUGE, first, first + 1, rng.randrange(first, HUGE), HUGE)
+    return [{"block_tables": with_value(a["block_tables"], entry, page)} for page in wrong]
 
 
-@corrupts(r"block_tables\[\d+, \d+\], page \d+ of request \d+")
-def page_beyond(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
-    page = rng.choice([num_pages(a), num_pages(a) + 1, rng.randrange(num_pages(a), HUGE), HUGE])
-    return {"block_tables": with_value(a["block_tables"], live_entry(case, rng), page)}
-
-
-@corrupts("the cache has no pages")
-def empty_cache(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
+def empty_cache(a: Arguments, case: XqaCase, rng: random.Random) -> list[Arguments]:
     cache, scales = a["kv_cache"], a["kv_cache_sf"]
     empty = [None if x is None else tuple(y[:0] for y in x) if isinstance(x, tuple) else x[:0] for x in (cache, scales)]
-    return {"kv_cache": empty[0], "kv_cache_sf": empty[1]}
+    return [{"kv_cache": empty[0], "kv_cache_sf": empty[1]}]
 
 
-@corrupts("seq_lens must be within .* pages of block_tables")
-def narrow_table(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
-    pages = -(-max(case.seq_lens) // case.page_size)
-    return {"block_tables": a["block_tables"][:, : rng.randrange(pages)]}
-
-
-@corrupts("seq_lens must be within .* pages of block_tables")
-def length_beyond_pages(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
-    room = a["block_tables"].shape[1] * case.page_size
-    length = rng.choice([room + 1, room + rng.randrange(1, 1 << 20), 1 << 30])
+def lengths_beyond_pages(a: Arguments, case: XqaCase, rng: random.Random) -> list[Arguments]:
+    pages, room = -(-max(case.seq_lens) // case.page_size), a["block_tables"].shape[1] * case.page_size
     request = rng.randrange(len(case.seq_lens))
-    return {"seq_lens": with_value(a["seq_lens"], request, length), "max_seq_len": length}
+    lengths = (room + 1, room + rng.randrange(1, 1 << 20), 1 << 30)
+    return [
+        {"block_tables": a["block_tables"][:, : rng.randrange(pages)]},
+        *({"seq_lens": with_value(a["seq_lens"], request, n), "max_seq_len": n} for n in lengths),
+    ]
 
 
-@corrupts("seq_lens must be within")
-def length_of_2_to_31(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
-    lengths = list(case.seq_lens)
-    lengths[rng.randrange(len(lengths))] = rng.choice([1 << 31, (1 << 32) - 1, (1 << 31) + rng.randrange(1 << 30)])
-    return {"seq_lens": torch.tensor(lengths, dtype=torch.uint32).to(a["seq_lens"].device), "max_seq_len": 1 << 33}
+def lengths_out_of_range(a: Arguments, case: XqaCase, rng: random.Random) -> list[Arguments]:
+    request, device = rng.randrange(len(case.seq_lens)), a["seq_lens"].device
+    found: list[Arguments] = [{"seq_lens": with_value(a["seq_lens"], request, -n)} for n in (1, 7, HUGE)]
+    for length in (1 << 31, (1 << 32) - 1, (1 << 31) + rng.randrange(1 << 30)):
+        lengths = [length if i == request else n for i, n in enumerate(case.seq_lens)]
+        found.append({"seq_lens": torch.tensor(lengths, dtype=torch.uint32).to(device), "max_seq_len": 1 << 33})
+    return found
 
 
-@corrupts("seq_lens must be within")
-def negative_length(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
-    request = rng.randrange(len(case.seq_lens))
-    return {"seq_lens": with_value(a["seq_lens"], request, -rng.choice([1, 7, HUGE]))}
+def longest_lengths(a: Arguments, case: XqaCase, rng: random.Random) -> list[Arguments]:
+    return [{"max_seq_len": n} for n in (rng.randrange(max(case.seq_lens)), -1, -64, -(1 << 40))]
 
 
-@corrupts("max_seq_len")
-def low_max_seq_len(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
-    return {"max_seq_len": rng.randrange(max(case.seq_lens))}
-
-
-@corrupts("max_seq_len must be at least 0")
-def negative_max_seq_len(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
-    return {"max_seq_len": -rng.choice([1, 64, 1 << 40])}
-
-
-@corrupts("q_cu_seq_lens|cum_seq_lens_q")
-def query_bounds(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments | None:
+def query_bounds(a: Arguments, case: XqaCase, rng: random.Random) -> list[Arguments]:
     bounds = a["q_cu_seq_lens"]
     if bounds is None:
-        return None
+        return []
     last, rows = len(case.seq_lens), a["query"].shape[0]
-    changes = [
-        (0, rng.choice([1, -1, HUGE])),
-        (last, rng.choice([rows + 1, rows - 1, HUGE, -1])),
-        (1, rng.choice([-1, case.q_len + 1, HUGE])),
-        (2, rng.choice([0, HUGE])),
-    ]
-    return {"q_cu_seq_lens": with_value(bounds, *rng.choice(changes))}
+    wrong = {0: (1, -1, HUGE), last: (rows + 1, rows - 1, HUGE, -1), 1: (-1, case.q_len + 1, HUGE), 2: (0, HUGE)}
+    changed = [with_value(bounds, index, value) for index, values in wrong.items() for value in values]
+    return [{"q_cu_seq_lens": x} for x in (*changed, bounds[: rng.randrange(last + 1)])]
 
 
-@corrupts("q_cu_seq_lens|cum_seq_lens_q")
-def few_query_bounds(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments | None:
-    bounds = a["q_cu_seq_lens"]
-    return None if bounds is None else {"q_cu_seq_lens": bounds[: rng.randrange(len(case.seq_lens) + 1)]}
-
-
-@corrupts("seq_lens must have one length for each|batch_size \\* q_len_per_req")
-def other_batch_size(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments | None:
-    if case.q_lens is not None:
-        return {"seq_lens": a["seq_lens"][:-1]}
-    return rng.choice([{"seq_lens": a["seq_lens"][:-1]}, {"query": a["query"][:-1], "mask": None}])
+def other_batch_size(a: Arguments, case: XqaCase, rng: random.Random) -> list[Arguments]:
+    fewer = {"seq_lens": a["seq_lens"][:-1]}
+    return [fewer, fewer if case.q_lens is not None else {"query": a["query"][:-1], "mask": None}]
 
 
 # ---- dtypes, shapes and layouts; what any tensor of any call may have: `test_stored`, `test_shared_memory`
@@ -172,39 +117,33 @@ WRONG_DTYPES: dict[str, torch.dtype] = {
 }
 
 
-@corrupts("must have dtype|k and v must have dtype")
-def wrong_dtype(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments | None:
-    name = rng.choice(list(WRONG_DTYPES))
-    given = {**a, "out": a["query"], "lse": a["query"][..., 0]}[name]
-    return None if given is None else {name: torch.zeros(given.shape, dtype=WRONG_DTYPES[name], device=given.device)}
+def other_dtypes(a: Arguments, case: XqaCase, rng: random.Random) -> list[Arguments]:
+    given = {**a, "out": a["query"], "lse": a["query"][..., 0]}
+    names = [name for name in WRONG_DTYPES if given[name] is not None]
+    return [{n: torch.zeros(given[n].shape, dtype=WRONG_DTYPES[n], device=given[n].device)} for n in names]
 
 
-@corrupts("same head dimension|multiple of num_kv_heads|must have shape|batch_size \\* q_len_per_req")
-def other_shape(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
-    query, device = a["query"], a["query"].device
-    shapes = [(*query.shape[:2], 32), (query.shape[0], 3 * case.heads[1] + 1, 64), query.shape[:2], (*query.shape, 1)]
-    if case.heads[1] == 1:
-        del shapes[1]
-    return {"query": torch.zeros(rng.choice(shapes), dtype=query.dtype, device=device)}
+def other_shapes(a: Arguments, case: XqaCase, rng: random.Random) -> list[Arguments]:
+    query = a["query"]
+    shapes = [(*query.shape[:2], 32), query.shape[:2], (*query.shape, 1)]
+    if case.heads[1] > 1:
+        shapes.append((query.shape[0], 3 * case.heads[1] + 1, 64))
+    return [{"query": torch.zeros(shape, dtype=query.dtype, device=query.device)} for shape in shapes]
 
 
-@corrupts("(out|lse|sinks|mask) must have")
-def other_output_shape(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
+def other_output_shapes(a: Arguments, case: XqaCase, rng: random.Random) -> list[Arguments]:
     query, heads = a["query"], case.heads[0]
     like = {"dtype": query.dtype, "device": query.device}
-    return rng.choice(
-        [
-            {"out": torch.zeros(query.shape[0] + 1, heads, case.head_dim, **like)},
-            {"out": torch.zeros(query.shape[0], heads, 2 * case.head_dim, **like)[..., ::2]},
-            {"lse": torch.zeros(query.shape[0], heads + 1, device=query.device)},
-            {"sinks": torch.zeros(heads + 1, device=query.device)},
-            {"mask": torch.zeros(query.shape[0], 1, dtype=torch.int16, device=query.device)},
-        ]
-    )
+    return [
+        {"out": torch.zeros(query.shape[0] + 1, heads, case.head_dim, **like)},
+        {"out": torch.zeros(query.shape[0], heads, 2 * case.head_dim, **like)[..., ::2]},
+        {"lse": torch.zeros(query.shape[0], heads + 1, device=query.device)},
+        {"sinks": torch.zeros(heads + 1, device=query.device)},
+        {"mask": torch.zeros(query.shape[0], 1, dtype=torch.int16, device=query.device)},
+    ]
 
 
-@corrupts("kv_cache|k and v|kv_cache_sf")
-def other_cache(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
+def other_caches(a: Arguments, case: XqaCase, rng: random.Random) -> list[Arguments]:
     cache = a["kv_cache"]
     k, v = cache if isinstance(cache, tuple) else cache.unbind(1)
     changes: list[Arguments] = [
@@ -218,7 +157,7 @@ def other_cache(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
     ]
     if case.kv == "nvfp4":
         changes += [{"kv_cache_sf": None}, {"kv_cache_sf": tuple(x[..., :1] for x in a["kv_cache_sf"])}]
-    return rng.choice(changes)
+    return changes
 
 
 # ---- numbers and names
@@ -237,17 +176,32 @@ WRONG_OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@corrupts("")
-def wrong_option(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
-    name = rng.choice(list(WRONG_OPTIONS))
-    return {name: rng.choice(WRONG_OPTIONS[name])}
+def options(a: Arguments, case: XqaCase, rng: random.Random) -> list[Arguments]:
+    return [{name: value} for name, values in WRONG_OPTIONS.items() for value in values]
 
 
-@corrupts("(bmm1|bmm2)_scale must be a number or a floating-point tensor")
-def wrong_scale_tensor(a: Arguments, case: XqaCase, rng: random.Random) -> Arguments:
+def tensors_of_scales(a: Arguments, case: XqaCase, rng: random.Random) -> list[Arguments]:
     device = a["query"].device
-    value = rng.choice([torch.ones(2, device=device), torch.ones(1, dtype=torch.int32, device=device)])
-    return {rng.choice(["bmm1_scale", "bmm2_scale"]): value}
+    wrong = torch.ones(2, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    return [{name: value} for name in ("bmm1_scale", "bmm2_scale") for value in wrong]
+
+
+# What the message has; of one wrong option its name.
+CORRUPTIONS: dict[Choices, str] = {
+    page_numbers: r"block_tables\[\d+, \d+\], page \d+ of request \d+",
+    empty_cache: "the cache has no pages",
+    lengths_beyond_pages: "seq_lens must be within .* pages of block_tables",
+    lengths_out_of_range: "seq_lens must be within",
+    longest_lengths: "max_seq_len",
+    query_bounds: "q_cu_seq_lens|cum_seq_lens_q",
+    other_batch_size: r"seq_lens must have one length for each|batch_size \* q_len_per_req",
+    other_dtypes: "must have dtype|k and v must have dtype",
+    other_shapes: r"same head dimension|multiple of num_kv_heads|must have shape|batch_size \* q_len_per_req",
+    other_output_shapes: "(out|lse|sinks|mask) must have",
+    other_caches: "kv_cache|k and v|kv_cache_sf",
+    options: "",
+    tensors_of_scales: "(bmm1|bmm2)_scale must be a number or a floating-point tensor",
+}
 
 
 # ---- calls
@@ -264,14 +218,6 @@ def call(arguments: Arguments, face: str) -> Any:
     return trtllm_batch_decode_with_kv_cache(**arguments)
 
 
-def expected_words(corruption: Corruption, changes: Arguments) -> str:
-    """What a message must contain: of one wrong option, its name, or the engines' name of it."""
-    if corruption.name == "wrong_option":
-        (name,) = changes
-        return "q_len_per_req|max_q_len" if name == "q_len_per_req" else name
-    return corruption.named
-
-
 def run(count: int, device: str = "cpu") -> Counter[str]:
     """`count` corrupted calls; the number of each kind. A call that runs, another error, or a message that does not
     name the argument is raised here.
@@ -281,14 +227,18 @@ def run(count: int, device: str = "cpu") -> Counter[str]:
     for seed in range(count):
         rng = random.Random(seed)
         whole = wholes[seed % len(wholes)]
-        corruption = CORRUPTIONS[rng.randrange(len(CORRUPTIONS))]
-        changes = corruption.apply(whole.arguments, whole.case, rng)
-        if changes is None:
+        corruption, words = rng.choice(list(CORRUPTIONS.items()))
+        choices = corruption(whole.arguments, whole.case, rng)
+        if not choices:
             continue
-        message = raised(whole.arguments | changes, rng.choice(["xqa", "trtllm"]), f"{corruption.name}, seed {seed}")
-        assert re.search(expected_words(corruption, changes), message), f"{corruption.name}, seed {seed}: {message}"
-        assert len(message) <= LONGEST_MESSAGE, f"{corruption.name}, seed {seed}: {message[:LONGEST_MESSAGE]}"
-        kinds[corruption.name] += 1
+        changes, what = rng.choice(choices), f"{corruption.__name__}, seed {seed}"
+        message = raised(whole.arguments | changes, rng.choice(["xqa", "trtllm"]), what)
+        if corruption is options:
+            (name,) = changes
+            words = "q_len_per_req|max_q_len" if name == "q_len_per_req" else name
+        assert re.search(words, message), f"{what}: {message}"
+        assert len(message) <= LONGEST_MESSAGE, f"{what}: {message[:LONGEST_MESSAGE]}"
+        kinds[corruption.__name__] += 1
     return kinds
 
 
