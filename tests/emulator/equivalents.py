@@ -6,16 +6,7 @@ import itertools
 import re
 from collections.abc import Callable
 
-from tests.emulator.mutations import (
-    ACCUMULATES,
-    P_FULL,
-    Q_FULL,
-    WAIT,
-    Mutant,
-    arrives_at,
-    sites,
-    waits_for_copied_queries,
-)
+from tests.emulator.mutations import WAIT, Mutant, sites
 
 
 def clears(ptx: str) -> int:
@@ -34,7 +25,7 @@ def waited_again(ptx: str, mutant: Mutant) -> bool:
 
 def keeps_always(ptx: str, mutant: Mutant) -> bool:
     """Whether the flag of a product that may begin a sum is the constant 1."""
-    at = sites(ptx, ACCUMULATES)[mutant.site]
+    at = mutant.place(ptx)
     flags = re.findall(r"setp\.ne\.s32 keep, (%\w+), 0;", ptx[: at.start()])
     return at.group().endswith("keep;") and re.search(rf"mov\.b32\s+{flags[-1]}, 1;", ptx) is not None
 
@@ -52,25 +43,12 @@ def drains(ptx: str, mutant: Mutant) -> bool:
     return "cta_group::2" in ptx and last - first >= 3
 
 
-LATENT_SYNC = re.compile(r"cute_attn_mla_\d")  # latent attention on mma.sync
-
-
-def behind_the_tiles(ptx: str, mutant: Mutant) -> bool:
-    """Whether it is the last wait for copies of latent attention on mma.sync, or the barrier behind it."""
-    if not LATENT_SYNC.match(mutant.kernel):
-        return False
-    wait = sites(ptx, r"cp\.async\.wait_group")[-1]
-    barrier = next(found for found in sites(ptx, r"bar\.sync") if found.start() > wait.end())
-    return mutant.line in [ptx[: found.start()].count("\n") + 1 for found in (wait, barrier)]
-
-
 def before(ptx: str, mutant: Mutant, pattern: str) -> bool:
     """Whether `pattern` is what comes next, of barriers, products, copies and loads, behind a wait or fence of latent
     attention on wgmma."""
     if not mutant.kernel.startswith("cute_attn_mla_wgmma"):
         return False
-    found = sites(ptx, WAIT if mutant.mutation == "mbarrier wait removed" else r"fence\.")[mutant.site]
-    step = re.compile(r"(?<![\w.])(?:mbarrier|wgmma|bar|cp|ld)\.[\w.:]+").search(ptx, found.end())
+    step = re.compile(r"(?<![\w.])(?:mbarrier|wgmma|bar|cp|ld)\.[\w.:]+").search(ptx, mutant.place(ptx).end())
     return step is not None and re.match(pattern, step[0]) is not None
 
 
@@ -83,6 +61,40 @@ def brought_with_v(ptx: str, mutant: Mutant) -> bool:
     between = ptx[waits[0].end() : waits[-1].start()]
     gathers = mutant.kernel.startswith("cute_attn_fa4") and GATHERS in ptx
     return gathers and ", keep;" in between and "tcgen05.commit" not in between
+
+
+UMMA = "cute_attn_xqa_umma"
+# Barriers of decode on tcgen05 from the last one that is initialised: of the first slots.
+P_FULL, Q_FULL = -5, -9
+COPIED = "64"  # arrivals where the producers' copies fill a slot
+
+
+def at_barrier(ptx: str, register: str, which: int, arrivals: str = "") -> bool:
+    """Whether a register has the address of a barrier of decode on tcgen05, or of the first slot of its ring and the
+    distance to another one, in a kernel where it takes so many arrivals, if that matters.
+    """
+    inits = re.findall(r"add\.s32\s+%r\d+, %r\d+, (\d+);\s*(?://.*\s*)?mbarrier\.init\S+ \[%r\d+\], (\d+);", ptx)
+    found = re.findall(rf"add\.s32\s+{re.escape(register)}, %r\d+, (\d+);", ptx)
+    return len(inits) >= -Q_FULL and found == [inits[which][0]] and arrivals in ("", inits[which][1])
+
+
+def waits_for_copied_queries(ptx: str, mutant: Mutant) -> bool:
+    """Whether a warp of decode on tcgen05 waits for Q that the producers copy."""
+    register = re.search(r"\[(%r\d+)\]", mutant.text)
+    return mutant.kernel.startswith(UMMA) and register is not None and at_barrier(ptx, register[1], Q_FULL, COPIED)
+
+
+def arrives_at(which: int, fence: str) -> Callable[[str, Mutant], bool]:
+    """Whether a fence of decode on tcgen05 precedes an arrival at a barrier."""
+
+    def applies(ptx: str, mutant: Mutant) -> bool:
+        if not mutant.kernel.startswith(UMMA) or fence not in mutant.text:
+            return False
+        following = re.compile(r"mbarrier\.[^;]*;|tcgen05\.[^;]*;").search(ptx, mutant.place(ptx).end())
+        arrival = following and re.fullmatch(r"mbarrier\.arrive\.\S+ _, \[(%r\d+)\];", following[0])
+        return bool(arrival) and at_barrier(ptx, arrival[1], which)
+
+    return applies
 
 
 # Survivors that break nothing: (mutation, pattern of what identifies the site) -> why.
@@ -109,16 +121,6 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
             "at the end all groups are empty: the last steps of a segment start no copies",
         )
         for mutation in ("wait for copies removed", "wait for copies one group late")
-    ),
-    (
-        "wait for copies one group late",
-        behind_the_tiles,
-        "queries, for which it waits where there is no tile, are in the oldest group: of three stages the second one",
-    ),
-    (
-        "barrier removed",
-        lambda ptx, mutant: "e4m3x2" in ptx and behind_the_tiles(ptx, mutant),
-        "outputs of 32 rows end before the tile in 16 bits, which slower warps still read",
     ),
     (
         "fence removed",
@@ -153,9 +155,7 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
     (
         "fence removed",
         lambda ptx, mutant: (
-            "e4m3x2" in ptx
-            and before(ptx, mutant, r"wgmma\.fence")
-            and "wgmma.mma" in ptx[: sites(ptx, r"fence\.")[mutant.site].start()]
+            "e4m3x2" in ptx and before(ptx, mutant, r"wgmma\.fence") and "wgmma.mma" in ptx[: mutant.place(ptx).start()]
         ),
         "of scores that are not a segment's first: who converts keys fences them, and the first scores' fence, before "
         "P, covers the queries",
@@ -195,14 +195,13 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
     (
         "tensor memory fence removed",
         lambda ptx, mutant: (
-            (at := sites(ptx, r"tcgen05\.fence")[mutant.site].start()) < ptx.find("griddepcontrol.wait")
-            and "tcgen05.st" not in ptx[:at]
+            (at := mutant.place(ptx).start()) < ptx.find("griddepcontrol.wait") and "tcgen05.st" not in ptx[:at]
         ),
         "no asynchronous operation in tensor memory precedes: the allocation is complete when the warp goes on",
     ),
     (
         "tensor memory fence removed",
-        lambda ptx, mutant: sites(ptx, r"tcgen05\.fence")[mutant.site].start() > ptx.rfind("mbarrier."),
+        lambda ptx, mutant: mutant.place(ptx).start() > ptx.rfind("mbarrier."),
         "at the end no operation is outstanding: fences and waits of the last hand-overs have ordered all before the "
         "deallocation, which is not asynchronous",
     ),
@@ -215,7 +214,7 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
     *(
         (
             "fence removed",
-            arrives_at(ring, "fence.proxy.async", r"fence\."),
+            arrives_at(ring, "fence.proxy.async"),
             "the MMA warp fences between its waits for Q or P and for K or V, and the product, as it must for copies: "
             "a proxy fence on the path between write and read is enough",
         )

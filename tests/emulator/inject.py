@@ -16,9 +16,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.emulator.faults import FAULTS, Fault
@@ -64,65 +65,46 @@ def run(root: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
 
 
-Row = dict[str, str]
-
-
-def name_of(row: Row | Fault) -> tuple[str, str]:
-    return (row.file, row.what) if isinstance(row, Fault) else (row["file"], row["fault"])
-
-
-def report(faults: list[Fault], jobs: int, watch: Callable[[Row], None]) -> None:
-    """Call `watch` with the fate of every fault."""
-    with copy() as first, copy() as second, ThreadPoolExecutor(jobs) as pool:
+def fates(faults: list[Fault], jobs: int) -> Iterator[tuple[Fault, str]]:
+    """Faults, as they are tried, with what became of them: noticed, excused, or MISSED."""
+    with ExitStack() as stack, ThreadPoolExecutor(jobs) as pool:
         copies: queue.Queue[Path] = queue.Queue()
-        for root in (first, second)[:jobs]:
-            copies.put(root)
+        for _ in range(jobs):
+            copies.put(stack.enter_context(copy()))
 
-        def fate(fault: Fault) -> Row:
+        def tried(fault: Fault) -> tuple[Fault, str]:
             root = copies.get()
             try:
                 survived = survives(fault, root)
             finally:
                 copies.put(root)
-            verdict = "noticed" if not survived else "excused" if fault.excuse else "MISSED"
-            row = {"file": fault.file, "fault": fault.what, "verdict": verdict}
-            return row | ({"excuse": fault.excuse} if fault.excuse else {})
+            return fault, "noticed" if not survived else "excused" if fault.excuse else "MISSED"
 
-        for done in as_completed([pool.submit(fate, fault) for fault in faults]):
-            watch(done.result())
-
-
-def record(rows: list[Row]) -> dict[str, object]:
-    """The fates of today's faults in their order, and how many there are of each."""
-    order = [name_of(fault) for fault in FAULTS]
-    kept = sorted((row for row in rows if name_of(row) in order), key=lambda row: order.index(name_of(row)))
-    counts = {name: sum(row["verdict"] == name for row in kept) for name in ("noticed", "excused", "MISSED")}
-    return {**counts, "faults": kept}
+        for done in as_completed([pool.submit(tried, fault) for fault in faults]):
+            yield done.result()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="faults whose description or file holds this")
     parser.add_argument("--new", action="store_true", help="those that --out does not know")
-    parser.add_argument("--jobs", type=int, choices=(1, 2), default=2)
+    parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows: dict[tuple[str, str], Row] = {}
+    known: dict[str, str] = {}
     if options.out is not None and options.out.exists():
-        rows = {name_of(row): row for row in json.loads(options.out.read_text())["faults"]}
+        known = json.loads(options.out.read_text())["faults"]
     chosen = [fault for fault in FAULTS if options.only in f"{fault.file} {fault.what}"]
-    chosen = [fault for fault in chosen if not (options.new and name_of(fault) in rows)]
-
-    def watch(row: Row) -> None:
-        print(f"{row['verdict']}: {row['file']}: {row['fault']}", flush=True)
-        rows[name_of(row)] = row
+    chosen = [fault for fault in chosen if not (options.new and fault.what in known)]
+    for fault, fate in fates(chosen, options.jobs):
+        print(f"{fate}: {fault.file}: {fault.what}", flush=True)
+        known[fault.what] = fate
         if options.out:
-            options.out.write_text(json.dumps(record(list(rows.values())), indent=1) + "\n")
-
-    report(chosen, options.jobs, watch)
-    verdicts = [rows[name_of(fault)]["verdict"] for fault in chosen]
-    print({verdict: verdicts.count(verdict) for verdict in sorted(set(verdicts))})
-    return int("MISSED" in verdicts)
+            kept = {one.what: known[one.what] for one in FAULTS if one.what in known}  # today's, in their order
+            options.out.write_text(json.dumps({**Counter(kept.values()), "faults": kept}, indent=1) + "\n")
+    tried = Counter(known[fault.what] for fault in chosen)
+    print(dict(tried))
+    return int("MISSED" in tried)
 
 
 if __name__ == "__main__":

@@ -22,17 +22,17 @@ import multiprocessing
 import random
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from cute_attn.emulator import EmulatorError, Schedule, using
 from tests.emulator.equivalents import excuse
 from tests.emulator.mutations import MUTATIONS, Mutant, applied, mutants
-from tests.emulator.patched import sharing
 from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.batch_case import decode as batch_decode
@@ -45,8 +45,6 @@ from tests.support.schedules import ALL_SCHEDULES
 MORE = tuple(Schedule("adversarial", seed) for seed in (3, 4, 5))  # for those that these do not catch
 LAGGING = Schedule("lagging", 12)  # the producer of the second CTA of a pair
 
-
-# --- problems ---------------------------------------------------------------------------------------------------------
 
 AnyCase = BatchCase | Fp8Case | MlaCase
 
@@ -74,9 +72,52 @@ class Problems:
 
 
 BF16 = {"dtype": "bfloat16"}
-ONE = heads(1, 1)
+dense = functools.partial(ragged, **heads(1, 1))
+gathered = functools.partial(paged, page_size=3, **heads(1, 1))
+
+
+def fp8(qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], mask: str = "none", **more: Any) -> Fp8Case:
+    return Fp8Case(qo_lens, kv_lens, (1, 1), scales="signed", causal=mask == "causal", seed=2, **more)
+
+
+def on_hopper(make: Callable[..., AnyCase], **more: Any) -> Problems:
+    """Recomputed tiles (large scores), tiles that see no key."""
+    cases = (
+        make((300, 20), (700, 40), mask="causal", **more),
+        make((140,), (500,), mask="causal", sm_scale=2.0, **more),
+        make((600, 20), (60, 20), mask="causal", **more),
+    )
+    return Problems("sm_90a", "fa3", 1, cases)
+
+
+def on_blackwell(make: Callable[..., AnyCase], split: int, **more: Any) -> Problems:
+    """The same, items without queries, query tiles that begin at different kv tiles, items of one kv tile and of more
+    than a ring has stages, and partial results.
+    """
+    cases = (
+        make((140, 0, 20, 30), (200, 30, 60, 50), mask="causal", **more),
+        make((400, 130, 140), (200, 100, 200), mask="causal", **more),
+        make((130, 20), (700, 390), mask="causal", sm_scale=2.0, **more),
+        make((130,), (200,), fixed_split_size=split, **more),
+    )
+    return Problems("sm_100a", "fa4", 1, cases)
+
+
 # Segments whose tiles wrap the ring of K and V, as the segments of a CTA wrap that of Q.
 MANY = (300, 140, 700, 200, 390, 130, 5, 650, 150, 300, 260, 40, 700, 300, 200)
+
+
+def on_umma(**more: Any) -> Problems:
+    """Decode on tcgen05: a segment of less than a tile, cut ones, whole ones, and none; CTAs of many segments."""
+    more |= {**heads(20, 1), **dims(64)}
+    cases = (
+        batch_decode((300, 5, 0, 700), **more),
+        batch_decode((1500, 5, 0, 1200), sm_scale=2.0, **more),
+        batch_decode(MANY, **more),
+    )
+    return Problems("sm_100a", "xqa", 3, cases)
+
+
 PROBLEMS = {
     "prefill": Problems(
         "sm_90a", "fa2", 1, (prefill(140, 700, (2, 1), 64, mask="causal"), prefill(300, 40, (1, 1), 64, mask="causal"))
@@ -85,37 +126,9 @@ PROBLEMS = {
     "append": Problems(
         "sm_90a", "fa2", 1, (prefill(40, 300, (1, 1), 128, **BF16), prefill(40, 0, (1, 1), 128, **BF16))
     ),
-    # Of Hopper's kernels: recomputed tiles (large scores), tiles that see no key.
-    "ragged": Problems(
-        "sm_90a",
-        "fa3",
-        1,
-        (
-            ragged((300, 20), (700, 40), mask="causal", **dims(128)),
-            ragged((140,), (500,), mask="causal", sm_scale=2.0, **dims(128)),
-            ragged((600, 20), (60, 20), mask="causal", **dims(128)),
-        ),
-    ),
-    "gathered": Problems(
-        "sm_90a",
-        "fa3",
-        1,
-        (
-            paged((140, 20), (400, 40), 3, mask="causal", **ONE),
-            paged((140,), (500,), 3, mask="causal", sm_scale=2.0, **ONE),
-            paged((600, 20), (60, 20), 3, mask="causal", **ONE),
-        ),
-    ),
-    "fp8": Problems(
-        "sm_90a",
-        "fa3",
-        1,
-        (
-            Fp8Case((140, 20), (400, 40), (1, 1), scales="signed", causal=True, seed=2),
-            Fp8Case((140,), (500,), (1, 1), causal=True, sm_scale=1.0),
-            Fp8Case((600, 20), (60, 20), (1, 1), causal=True),
-        ),
-    ),
+    "ragged": on_hopper(ragged, **dims(128)),
+    "gathered": on_hopper(gathered),
+    "fp8": on_hopper(fp8),
     "xqa": Problems("sm_90a", "xqa", 2, (batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(2, 1), **dims(128)),)),
     # Latent attention: segments that are cut, whole and empty, rows of two groups; one of more CTAs than merge at once.
     "latent": Problems(
@@ -136,51 +149,19 @@ PROBLEMS = {
             MlaCase(heads=3, q_lens=(1,), kv_lens=(800,), page_size=16, narrow=True),
         ),
     ),
-    # Of Blackwell's: the same, items without queries, query tiles that begin at different kv tiles, items of one kv
-    # tile and of more than a ring has stages, and partial results.
-    "tcgen05": Problems(
-        "sm_100a",
-        "fa4",
-        1,
-        (
-            ragged((140, 0, 20, 30), (200, 30, 60, 50), mask="causal", **ONE),
-            ragged((400, 130, 140), (200, 100, 200), mask="causal", **ONE),
-            ragged((130, 20), (700, 390), mask="causal", sm_scale=2.0, **ONE),
-            ragged((130,), (200,), fixed_split_size=128, **ONE),
-        ),
-    ),
-    "tcgen05 gathered": Problems(
-        "sm_100a",
-        "fa4",
-        1,
-        (
-            paged((140, 20, 30), (200, 40, 50), 3, mask="causal", **ONE),
-            paged((400, 130, 140), (200, 100, 200), 3, mask="causal", **ONE),
-            paged((130, 20), (700, 390), 3, mask="causal", sm_scale=2.0, **ONE),
-            paged((130,), (200,), 3, fixed_split_size=42, **ONE),
-        ),
-    ),
-    "tcgen05 fp8": Problems(
-        "sm_100a",
-        "fa4",
-        1,
-        (
-            Fp8Case((140, 20, 30), (200, 40, 50), (1, 1), scales="signed", head_dim=64, causal=True, seed=2),
-            Fp8Case((400, 130, 140), (200, 100, 200), (1, 1), head_dim=64, causal=True),
-            Fp8Case((130, 20), (700, 390), (1, 1), head_dim=64, causal=True, sm_scale=1.0),
-            Fp8Case((130,), (200,), (1, 1), head_dim=64, fixed_split_size=128),
-        ),
-    ),
+    "tcgen05": on_blackwell(dense, 128),
+    "tcgen05 gathered": on_blackwell(gathered, 42),
+    "tcgen05 fp8": on_blackwell(fp8, 128, head_dim=64),
     # Pairs of CTAs with a query tile each, and S of two kv tiles in flight.
     "tcgen05 wide": Problems(
         "sm_100a",
         "fa4",
         1,
         (
-            ragged((140, 0, 20, 30), (200, 30, 60, 50), mask="causal", **ONE, **dims(256)),
-            ragged((130, 20), (60, 390), mask="causal", sm_scale=2.0, **ONE, **dims(256)),
-            ragged((130,), (200,), fixed_split_size=128, **ONE, **dims(256)),
-            ragged((140, 20, 20, 20, 30), (200, 0, 0, 0, 60), mask="causal", **ONE, **dims(256)),
+            dense((140, 0, 20, 30), (200, 30, 60, 50), mask="causal", **dims(256)),
+            dense((130, 20), (60, 390), mask="causal", sm_scale=2.0, **dims(256)),
+            dense((130,), (200,), fixed_split_size=128, **dims(256)),
+            dense((140, 20, 20, 20, 30), (200, 0, 0, 0, 60), mask="causal", **dims(256)),
         ),
     ),
     # Decode with hardware conversions; four query rows, so that all warps write a partial result. Head dim 128: blocks.
@@ -203,27 +184,8 @@ PROBLEMS = {
             batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(4, 1), **dims(128)),
         ),
     ),
-    # Decode on tcgen05: a segment of less than a tile, cut ones, whole ones, and none; CTAs of many segments.
-    "decode umma": Problems(
-        "sm_100a",
-        "xqa",
-        3,
-        (
-            batch_decode((300, 5, 0, 700), **heads(20, 1), **dims(64)),
-            batch_decode((1500, 5, 0, 1200), sm_scale=2.0, **heads(20, 1), **dims(64)),
-            batch_decode(MANY, **heads(20, 1), **dims(64)),
-        ),
-    ),
-    "decode umma fp8": Problems(
-        "sm_100a",
-        "xqa",
-        3,
-        (
-            batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(20, 1), **dims(64)),
-            batch_decode((1500, 5, 0, 1200), kv_dtype=E4M3, sm_scale=2.0, **heads(20, 1), **dims(64)),
-            batch_decode(MANY, kv_dtype=E4M3, **heads(20, 1), **dims(64)),
-        ),
-    ),
+    "decode umma": on_umma(),
+    "decode umma fp8": on_umma(kv_dtype=E4M3),
 }
 WORKSPACE = 1 << 20  # enough for these problems; every launch marks each byte of it
 
@@ -278,8 +240,7 @@ def caught(name: str, original: str, mutant: Mutant, schedules: tuple[Schedule, 
         return changed if ptx == original else ptx
 
     for schedule, (launch, (sms, case)) in itertools.product(schedules, enumerate(asked.launches())):
-        settings = using(asked.arch, schedule=schedule, rewrite=rewrite, sms=sms, kernels=asked.kernels)
-        with sharing(original, changed), settings:
+        with using(asked.arch, schedule=schedule, rewrite=rewrite, sms=sms, kernels=asked.kernels):
             try:
                 by = "wrong result" if solve(case) else ""
             except EmulatorError as err:
@@ -290,107 +251,86 @@ def caught(name: str, original: str, mutant: Mutant, schedules: tuple[Schedule, 
     return ""
 
 
+class Task(NamedTuple):
+    """A mutant of a kernel that the problems of a name launch."""
+
+    problem: str
+    ptx: str
+    mutant: Mutant
+
+    @property
+    def why(self) -> str:
+        """Why it is equivalent, if it survives; "" where nothing excuses it."""
+        return excuse(self.ptx, self.mutant)
+
+    @property
+    def key(self) -> str:
+        return f"{self.problem} {hashlib.sha256(self.ptx.encode()).hexdigest()[:16]} {self.mutant.site} {self.mutant}"
+
+    def kind(self, by: str) -> str:
+        """One of `KINDS`."""
+        return "caught" if by else "equivalent" if self.why else "missed"
+
+
+Fate = tuple[Task, str]  # by what it was caught, "" if it survived
 Report = dict[str, Any]
 KINDS = ("caught", "equivalent", "missed")
 
 
-@dataclass
-class Fate:
-    """What became of a mutant: `by` what it was caught, "" if it survived."""
-
-    problem: str
-    mutant: Mutant
-    why: str  # it is equivalent, if it survives
-    by: str = ""
-
-    @property
-    def kind(self) -> str:
-        """One of `KINDS`."""
-        return "caught" if self.by else "equivalent" if self.why else "missed"
+def _try(task: Task) -> str:
+    schedules = ALL_SCHEDULES[:1] if task.why else (*ALL_SCHEDULES, *MORE, LAGGING)
+    return caught(*task, schedules)
 
 
-class Fates:
-    """Fates by problem, kernel and mutant, in a file of JSON lines."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        lines = path.read_text().splitlines() if path is not None and path.exists() else []
-        self.known: dict[str, str] = dict(json.loads(line) for line in lines)
-
-    def key(self, problem: str, ptx: str, mutant: Mutant) -> str:
-        return f"{problem} {hashlib.sha256(ptx.encode()).hexdigest()[:16]} {mutant.site} {mutant}"
-
-    def add(self, key: str, by: str) -> None:
-        self.known[key] = by
-        if self.path is not None:
-            with self.path.open("a") as file:
-                file.write(json.dumps([key, by]) + "\n")
-
-
-_Task = tuple[str, str, Mutant]  # problem, PTX of the kernel, mutant
-
-
-def _try(task: _Task) -> tuple[_Task, str]:
-    name, ptx, mutant = task
-    return task, caught(
-        name, ptx, mutant, schedules=ALL_SCHEDULES[:1] if excuse(ptx, mutant) else (*ALL_SCHEDULES, *MORE, LAGGING)
-    )
-
-
-def fates(tasks: list[_Task], known: Fates, jobs: int) -> Iterator[Fate]:
-    """Fates of mutants, in any order. Processes are forked, so that they share what has been compiled."""
-    new = [task for task in tasks if known.key(*task) not in known.known]
-    for task in tasks:
-        if known.key(*task) in known.known:
-            yield Fate(task[0], task[2], excuse(*task[1:]), known.known[known.key(*task)])
-    with multiprocessing.get_context("fork").Pool(jobs) if jobs > 1 else nullcontext() as pool:
-        run = map if pool is None else pool.imap_unordered
-        for task, by in run(_try, new):
-            known.add(known.key(*task), by)
-            yield Fate(task[0], task[2], excuse(*task[1:]), by)
-
-
-def report(
-    names: list[str],
-    sample: int | None = None,
-    word: str = "",
-    *,
-    jobs: int = 1,
-    known: Path | None = None,
-    watch: Callable[[Fate, Report], None] | None = None,
-) -> Report:
-    """Fates of the mutants described with `word`, or of `sample` of them of every kernel, chosen by a fixed seed.
-    `watch` is called after every mutant.
+def fates(tasks: list[Task], file: Path | None, jobs: int) -> Iterator[Fate]:
+    """Fates of mutants, those first that a file of JSON lines knows, to which the others are added. Processes are
+    forked, so that they share what has been compiled.
     """
-    chosen: list[list[_Task]] = []
-    counts: dict[str, int] = {}
+    known = dict(map(json.loads, file.read_text().splitlines())) if file is not None and file.exists() else {}
+    yield from ((task, known[task.key]) for task in tasks if task.key in known)
+    new = [task for task in tasks if task.key not in known]
+    with multiprocessing.get_context("fork").Pool(jobs) if jobs > 1 else nullcontext() as pool:
+        tried = map(_try, new) if pool is None else pool.imap(_try, new)
+        for task, by in zip(new, tried, strict=True):
+            if file is not None:
+                with file.open("a") as lines:
+                    lines.write(json.dumps([task.key, by]) + "\n")
+            yield task, by
+
+
+def reports(
+    names: list[str], sample: int | None = None, word: str = "", *, jobs: int = 1, known: Path | None = None
+) -> Iterator[tuple[Fate, Report]]:
+    """Fates of the mutants described with `word`, or of `sample` of them of every kernel, chosen by a fixed seed; with
+    each what is known so far.
+    """
+    chosen: list[list[Task]] = []
+    counts: Counter[str] = Counter()
     for name in names:
         for ptx in kernels(name):
-            found = [(name, ptx, mutant) for mutant in mutants(symbol(ptx), ptx) if word in str(mutant)]
-            counts[name] = counts.get(name, 0) + len(found)
+            found = [Task(name, ptx, mutant) for mutant in mutants(symbol(ptx), ptx) if word in str(mutant)]
+            counts[name] += len(found)
             random.Random(0).shuffle(found)
             chosen.append(found[:sample])
     tasks = [task for turn in itertools.zip_longest(*chosen) for task in turn if task is not None]
     done: list[Fate] = []
-    for fate in fates(tasks, Fates(known), jobs):
+    for fate in fates(tasks, known, jobs):
         done.append(fate)
-        if watch is not None:
-            watch(fate, summary(counts, done))
-    return summary(counts, done)
+        yield fate, summary(counts, done)
 
 
-def summary(counts: dict[str, int], done: list[Fate]) -> Report:
+def summary(counts: Counter[str], done: list[Fate]) -> Report:
     """The fates that are known of `counts` mutants of the problems."""
-    order = [name for name, *_ in MUTATIONS]
-    done = sorted(done, key=lambda fate: (list(counts).index(fate.problem), order.index(fate.mutant.mutation)))
-    problems = {name: {"tried": sum(x.problem == name for x in done), "mutants": n} for name, n in counts.items()}
-    mutations: dict[str, dict[str, int]] = {fate.mutant.mutation: dict.fromkeys(KINDS, 0) for fate in done}
-    for fate in done:
-        mutations[fate.mutant.mutation][fate.kind] += 1
+    order = list(MUTATIONS)
+    done = sorted(done, key=lambda fate: (list(counts).index(fate[0].problem), order.index(fate[0].mutant.mutation)))
+    tried = Counter(task.problem for task, _ in done)
+    mutations: dict[str, dict[str, int]] = {task.mutant.mutation: dict.fromkeys(KINDS, 0) for task, _ in done}
+    for task, by in done:
+        mutations[task.mutant.mutation][task.kind(by)] += 1
     totals = {kind: sum(tally[kind] for tally in mutations.values()) for kind in KINDS}
-    survivors = [fate for fate in done if not fate.by]
+    survivors = [task for task, by in done if not by]
     return {
-        "problems": problems,
+        "problems": {name: {"tried": tried[name], "mutants": n} for name, n in counts.items()},
         **totals,
         "share": totals["caught"] / max(totals["caught"] + totals["missed"], 1),
         "mutations": mutations,
@@ -410,12 +350,11 @@ def main() -> int:
     options = parser.parse_args()
     names = options.problem or [name for name, asked in PROBLEMS.items() if asked.arch == options.arch]
 
-    def watch(fate: Fate, found: Report) -> None:
-        print(f"{fate.problem}: {fate.by or 'SURVIVED'}: {fate.mutant} {'' if fate.by else fate.why}", file=sys.stderr)
+    found: Report = {}
+    for (task, by), found in reports(names, options.sample, options.only, jobs=options.jobs, known=options.fates):
+        print(f"{task.problem}: {by or f'SURVIVED, {task.why}'}: {task.mutant}", file=sys.stderr)
         if options.out:
             options.out.write_text(json.dumps(found, indent=1) + "\n")
-
-    found = report(names, options.sample, options.only, jobs=options.jobs, known=options.fates, watch=watch)
     print(json.dumps(found, indent=1))
     return 0
 

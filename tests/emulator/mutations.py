@@ -62,41 +62,41 @@ ACCUMULATES = r"@e tcgen05\.mma[^;]*, (?:zero|keep)"
 PAIR_COMMIT = r"mov\.b16 m, 3;[^;]*;\s*@e tcgen05\.commit\.cta_group::2"
 INSTRUCTION = r"mov\.b32 w, \d+"  # descriptor of tcgen05.mma
 
-# (what it is called, instructions that it applies to, what becomes of them)
-MUTATIONS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
-    ("barrier removed", r"bar(?:rier)?(?:\.cta)?\.sync(?!\.)", _removed),
-    ("arrival at a barrier removed", r"bar\.arrive", _removed),
-    ("wait for copies removed", r"cp\.async\.wait_group|cp\.async\.wait_all", _removed),
-    ("wait for copies one group late", r"cp\.async\.wait_group", _plus(1)),
-    ("commit of copies removed", r"cp\.async\.commit_group", _removed),
-    ("wait for earlier launches removed", r"griddepcontrol\.wait", _removed),
-    ("mbarrier wait removed", WAIT, _passed),
-    ("mbarrier arrival removed", r"mbarrier\.arrive(?!\.expect_tx)", _removed),
-    ("mbarrier count one too high", r"mbarrier\.init", _plus(1)),
-    ("16 bytes too many expected", r"mbarrier\.arrive\.expect_tx", _plus(16)),
-    ("16 bytes too few expected", r"mbarrier\.arrive\.expect_tx", _plus(-16)),
-    ("fence removed", r"fence\.", _removed),
-    ("wgmma fence removed", r"wgmma\.fence", _removed),
-    ("wgmma wait removed", r"wgmma\.wait_group", _removed),
-    ("wgmma wait one group late", r"wgmma\.wait_group", _plus(1)),
-    ("wgmma commit removed", r"wgmma\.commit_group", _removed),
-    ("wait for bulk stores removed", r"cp\.async\.bulk\.wait_group", _removed),
-    ("cluster barrier removed", r"barrier\.cluster\.wait", _removed),
-    ("tensor memory fence removed", r"tcgen05\.fence", _removed),
-    ("wait for tensor memory loads removed", r"tcgen05\.wait::ld", _removed),
-    ("wait for tensor memory stores removed", r"tcgen05\.wait::st", _removed),
-    ("commit of products removed", r"@e tcgen05\.commit", _removed),
-    ("commit to the next barrier", r"@e tcgen05\.commit", _moved(8)),
-    ("commit in the leader alone", PAIR_COMMIT, _in_cta(0)),
-    ("commit in the other CTA alone", PAIR_COMMIT, _in_cta(1)),
-    ("16 columns off", r"tcgen05\.(?:ld|st)", _moved(16)),
-    ("first product accumulates", ACCUMULATES, _always),
-    ("instruction descriptor with another N", INSTRUCTION, _flipped(17)),
-    ("instruction descriptor with another M", INSTRUCTION, _flipped(24)),
-    ("instruction descriptor with another order of B", INSTRUCTION, _flipped(16)),
-    ("matrix descriptor with another stride", r"mov\.b64 %\w+, \{%\w+, (?:1073|2147)\d+\}", _flipped(5)),
-    ("deallocation removed", r"tcgen05\.dealloc", _removed),
-)
+# What it is called: instructions that it applies to, what becomes of them.
+MUTATIONS: dict[str, tuple[str, Callable[[str], str]]] = {
+    "barrier removed": (r"bar(?:rier)?(?:\.cta)?\.sync(?!\.)", _removed),
+    "arrival at a barrier removed": (r"bar\.arrive", _removed),
+    "wait for copies removed": (r"cp\.async\.wait_group|cp\.async\.wait_all", _removed),
+    "wait for copies one group late": (r"cp\.async\.wait_group", _plus(1)),
+    "commit of copies removed": (r"cp\.async\.commit_group", _removed),
+    "wait for earlier launches removed": (r"griddepcontrol\.wait", _removed),
+    "mbarrier wait removed": (WAIT, _passed),
+    "mbarrier arrival removed": (r"mbarrier\.arrive(?!\.expect_tx)", _removed),
+    "mbarrier count one too high": (r"mbarrier\.init", _plus(1)),
+    "16 bytes too many expected": (r"mbarrier\.arrive\.expect_tx", _plus(16)),
+    "16 bytes too few expected": (r"mbarrier\.arrive\.expect_tx", _plus(-16)),
+    "fence removed": (r"fence\.", _removed),
+    "wgmma fence removed": (r"wgmma\.fence", _removed),
+    "wgmma wait removed": (r"wgmma\.wait_group", _removed),
+    "wgmma wait one group late": (r"wgmma\.wait_group", _plus(1)),
+    "wgmma commit removed": (r"wgmma\.commit_group", _removed),
+    "wait for bulk stores removed": (r"cp\.async\.bulk\.wait_group", _removed),
+    "cluster barrier removed": (r"barrier\.cluster\.wait", _removed),
+    "tensor memory fence removed": (r"tcgen05\.fence", _removed),
+    "wait for tensor memory loads removed": (r"tcgen05\.wait::ld", _removed),
+    "wait for tensor memory stores removed": (r"tcgen05\.wait::st", _removed),
+    "commit of products removed": (r"@e tcgen05\.commit", _removed),
+    "commit to the next barrier": (r"@e tcgen05\.commit", _moved(8)),
+    "commit in the leader alone": (PAIR_COMMIT, _in_cta(0)),
+    "commit in the other CTA alone": (PAIR_COMMIT, _in_cta(1)),
+    "16 columns off": (r"tcgen05\.(?:ld|st)", _moved(16)),
+    "first product accumulates": (ACCUMULATES, _always),
+    "instruction descriptor with another N": (INSTRUCTION, _flipped(17)),
+    "instruction descriptor with another M": (INSTRUCTION, _flipped(24)),
+    "instruction descriptor with another order of B": (INSTRUCTION, _flipped(16)),
+    "matrix descriptor with another stride": (r"mov\.b64 %\w+, \{%\w+, (?:1073|2147)\d+\}", _flipped(5)),
+    "deallocation removed": (r"tcgen05\.dealloc", _removed),
+}
 
 
 @dataclass(frozen=True)
@@ -112,56 +112,23 @@ class Mutant:
     def __str__(self) -> str:
         return f"{self.kernel}, {self.mutation}, line {self.line}: {self.text}"
 
+    def place(self, ptx: str) -> re.Match[str]:
+        """Where it is in the PTX of its kernel."""
+        return sites(ptx, MUTATIONS[self.mutation][0])[self.site]
+
 
 def sites(ptx: str, pattern: str) -> list[re.Match[str]]:
     return list(re.finditer(rf"(?<![\w.])(?:{pattern})[^;]*;", ptx))
 
 
 def mutants(kernel: str, ptx: str) -> Iterator[Mutant]:
-    for name, pattern, _ in MUTATIONS:
+    for name, (pattern, _) in MUTATIONS.items():
         for i, match in enumerate(sites(ptx, pattern)):
             yield Mutant(kernel, name, i, ptx[: match.start()].count("\n") + 1, " ".join(match.group().split()))
 
 
 def applied(mutant: Mutant, ptx: str) -> str:
-    _, pattern, change = next(m for m in MUTATIONS if m[0] == mutant.mutation)
-    match = sites(ptx, pattern)[mutant.site]
-    changed = change(match.group())
+    match = mutant.place(ptx)
+    changed = MUTATIONS[mutant.mutation][1](match.group())
     assert changed != match.group(), mutant
     return ptx[: match.start()] + changed + ptx[match.end() :]
-
-
-# --- places in decode on tcgen05 --------------------------------------------------------------------------------------
-
-UMMA = "cute_attn_xqa_umma"
-# Barriers of decode on tcgen05 from the last one that is initialised: of the first slots.
-P_FULL, Q_FULL = -5, -9
-COPIED = "64"  # arrivals where the producers' copies fill a slot
-
-
-def at_barrier(ptx: str, register: str, which: int, arrivals: str = "") -> bool:
-    """Whether a register has the address of a barrier of decode on tcgen05, or of the first slot of its ring and the
-    distance to another one, in a kernel where it takes so many arrivals, if that matters.
-    """
-    inits = re.findall(r"add\.s32\s+%r\d+, %r\d+, (\d+);\s*(?://.*\s*)?mbarrier\.init\S+ \[%r\d+\], (\d+);", ptx)
-    found = re.findall(rf"add\.s32\s+{re.escape(register)}, %r\d+, (\d+);", ptx)
-    return len(inits) >= -Q_FULL and found == [inits[which][0]] and arrivals in ("", inits[which][1])
-
-
-def waits_for_copied_queries(ptx: str, mutant: Mutant) -> bool:
-    """Whether a warp of decode on tcgen05 waits for Q that the producers copy."""
-    register = re.search(r"\[(%r\d+)\]", mutant.text)
-    return mutant.kernel.startswith(UMMA) and register is not None and at_barrier(ptx, register[1], Q_FULL, COPIED)
-
-
-def arrives_at(which: int, fence: str, pattern: str) -> Callable[[str, Mutant], bool]:
-    """Whether a fence of decode on tcgen05 precedes an arrival at a barrier; `pattern` is that of its mutation."""
-
-    def applies(ptx: str, mutant: Mutant) -> bool:
-        if not mutant.kernel.startswith(UMMA) or fence not in mutant.text:
-            return False
-        following = re.compile(r"mbarrier\.[^;]*;|tcgen05\.[^;]*;").search(ptx, sites(ptx, pattern)[mutant.site].end())
-        arrival = following and re.fullmatch(r"mbarrier\.arrive\.\S+ _, \[(%r\d+)\];", following[0])
-        return bool(arrival) and at_barrier(ptx, arrival[1], which)
-
-    return applies

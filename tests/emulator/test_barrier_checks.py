@@ -10,7 +10,7 @@ import pytest
 from cute_attn.emulator import EmulatorError, Schedule
 from cute_attn.emulator import errors as faults
 from tests.emulator.micro.case import Text
-from tests.emulator.test_checks import ARRIVE, FENCE, INIT, WAIT, kernel, run
+from tests.emulator.test_checks import ARRIVE, FENCE, INIT, WAIT, kernel, reported, run
 
 pytestmark = pytest.mark.emulator
 
@@ -91,6 +91,7 @@ def test_balanced_phases(name: str, schedule: Schedule) -> None:
 
 # --- visibility -------------------------------------------------------------------------------------------------------
 
+UNFENCED = r"fence\.mbarrier_init or fence\.proxy\.async is missing"
 BRING = (
     "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r8], 256;",
     "add.u32 %r11, %r8, 256;",
@@ -101,18 +102,14 @@ BRING = (
 @pytest.mark.parametrize("fence", ["fence.mbarrier_init.release.cluster;", FENCE, ""])
 def test_barriers_of_copies_must_be_visible(fence: str) -> None:
     init = [line + fence if "mbarrier.init" in line else line for line in _initialised(1)]
-    text = kernel(*init, *_lead(*BRING), WAIT)
-    if fence:
-        run(text)
-        return
-    with pytest.raises(faults.BarrierFault, match=r"fence\.mbarrier_init or fence\.proxy\.async is missing"):
-        run(text)
+    with reported(not fence, faults.BarrierFault, UNFENCED):
+        run(kernel(*init, *_lead(*BRING), WAIT))
 
 
 def test_a_fence_is_about_the_barriers_of_its_thread() -> None:
     """fence.mbarrier_init by another warp than the one that has initialised the barrier."""
     late = ("setp.eq.u32 %p3, %me, 32;", "@%p3 fence.mbarrier_init.release.cluster;", "bar.sync 0;")
-    with pytest.raises(faults.BarrierFault, match=r"fence\.mbarrier_init or fence\.proxy\.async is missing"):
+    with pytest.raises(faults.BarrierFault, match=UNFENCED):
         run(kernel(*_initialised(1), *late, *_lead(*BRING), WAIT))
 
 
@@ -156,12 +153,8 @@ def test_relaxed_arrivals_need_fences(
 ) -> None:
     """The second CTA stores to the first, which reads."""
     store, load = "st.shared::cluster.b32 [%r14], %me;", "ld.shared.b32 %r2, [%r8+512];"
-    text = _pair((*wait, load), (store, *arrival), MEET)
-    if ordered:
-        run(text, grid=2, schedule=schedule)
-        return
-    with pytest.raises(faults.Race):
-        run(text, grid=2, schedule=schedule)
+    with reported(not ordered, faults.Race):
+        run(_pair((*wait, load), (store, *arrival), MEET), grid=2, schedule=schedule)
 
 
 MULTICAST = (
@@ -189,11 +182,9 @@ def test_a_cta_outlives_what_others_do_at_its_barriers(use: str, waits: bool, me
     """A barrier of the cluster behind an arrival is as good as a wait for it; not behind asynchronous operations."""
     first, second = USES[use]
     text = _pair((*first, WAIT) if waits else first, second, MEET if meets else "")
-    if waits or (meets and "arrival" in use):
-        run(text, grid=2, schedule=schedule)
-        return
-    what = use.replace("a relaxed", "an")
-    with pytest.raises(faults.BarrierFault, match=rf"CTA \(0, 0, 0\) may end before {what} of CTA|which has ended"):
+    ordered, what = waits or (meets and "arrival" in use), use.replace("a relaxed", "an")
+    report = rf"CTA \(0, 0, 0\) may end before {what} of CTA|which has ended"
+    with reported(not ordered, faults.BarrierFault, report):
         run(text, grid=2, schedule=schedule)
 
 
@@ -252,20 +243,19 @@ def test_more_registers_than_are_released(schedule: Schedule, order: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("at_launch", "first", "second", "kind", "message"),
+    ("at_launch", "first", "kind", "message"),
     [
-        (128, _set("dec", 136), "", faults.RegisterFault, "dec to 136 by a warp that holds 128"),
-        (128, _set("inc", 120), "", faults.RegisterFault, "inc to 120 by a warp that holds 128"),
-        (128, _set("dec", 60), "", faults.PtxError, "a multiple of 8 between 24 and 256"),
-        (None, _set("inc", 256), _set("dec", 24), None, ""),  # 256 at launch: all that an SM has for 256 threads
-        (257, "", "", faults.LaunchFault, "256 threads of 264 registers: an SM has 65536"),
+        (128, _set("dec", 136), faults.RegisterFault, "dec to 136 by a warp that holds 128"),
+        (128, _set("inc", 120), faults.RegisterFault, "inc to 120 by a warp that holds 128"),
+        (128, _set("dec", 60), faults.PtxError, "a multiple of 8 between 24 and 256"),
+        (257, "", faults.LaunchFault, "256 threads of 264 registers: an SM has 65536"),
     ],
 )
-def test_register_counts(
-    at_launch: int | None, first: str, second: str, kind: type[EmulatorError] | None, message: str
-) -> None:
-    if kind is None:
-        _registers(at_launch, first, second)
-        return
+def test_register_counts(at_launch: int, first: str, kind: type[EmulatorError], message: str) -> None:
     with pytest.raises(kind, match=message):
-        _registers(at_launch, first, second)
+        _registers(at_launch, first, "")
+
+
+def test_all_registers_at_launch() -> None:
+    """256: all that an SM has for 256 threads."""
+    _registers(None, _set("inc", 256), _set("dec", 24))

@@ -14,6 +14,7 @@ import torch
 
 import cute_attn
 from cute_attn import emulator
+from tests.support import xqa_batches
 from tests.support.batch_case import (
     BatchCase,
     call,
@@ -30,7 +31,7 @@ from tests.support.dense_attention import assert_near, attention, random
 from tests.support.engine_case import workspace
 from tests.support.engine_graphs import LAYERS, CapturedLayers
 from tests.support.graphs import Captured, emulated_graph
-from tests.support.right import assert_right
+from tests.support.right import assert_right, families
 
 pytestmark = pytest.mark.emulator
 
@@ -92,13 +93,18 @@ GRAPHED = (
 )
 
 
-@pytest.mark.parametrize("case", GRAPHED, ids=lambda case: case.id)
-def test_replays_with_other_lengths(case: BatchCase) -> None:
-    with emulator.using("sm_90a", kernels="fa2", sms=4):
+@pytest.mark.parametrize(
+    ("kernels", "case"),
+    [*itertools.product(["fa2"], GRAPHED), *itertools.product(["xqa"], xqa_batches.GRAPHED)],
+    ids=lambda value: getattr(value, "id", value),
+)
+def test_replays_with_other_lengths(kernels: str, case: BatchCase) -> None:
+    with emulator.using("sm_90a", kernels=kernels, sms=4 if kernels == "fa2" else 2) as emulation:
         captured = Captured(case, "cpu", emulated_graph, backend="emulator")
         captured.replay(case)
         for seed in range(2):
             captured.replay(random_lengths(case, seed, max(case.kv_lens)))
+    assert set(families(emulation)) <= {kernels, "combine"}
 
 
 @pytest.mark.parametrize("kernels", ["fa2", "xqa"])

@@ -12,13 +12,11 @@ import torch
 
 from cute_attn import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.emulator import using
+from tests.support.engine_case import E4M3, Batch, Pair, Tokens, ends, ints, workspace
 
 pytestmark = pytest.mark.emulator
 
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-PAGE = 16
 Chunk = tuple[int, int, int]  # a request, its first query token and the end of its tokens
-Results = dict[Chunk, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +27,8 @@ class Case:
     kv_lens: tuple[int, ...]
     batches: tuple[tuple[Chunk, ...], ...]
     splits: dict[str, Any]
-    heads: tuple[int, int] = (4, 1)
-    head_dim: int = 64
+    formats: dict[str, Any]
     window_left: int = -1
-    kv_dtype: torch.dtype = BF16
     peak: bool = False
 
 
@@ -41,79 +37,62 @@ CHUNKS = (
     ((1, 89, 90), (0, 37, 149)),
     ((0, 149, 150), (1, 60, 89)),
 )
+WINDOW = (((0, 0, 299),), ((0, 299, 459),), ((0, 459, 460),))
+PEAK = (((0, 140, 141),), ((0, 142, 145),), ((0, 150, 151),))
 UNSPLIT = {"disable_split_kv": True}
+GROUP, PAIR, ONE = ({"heads": heads, "dim": 64} for heads in ((4, 1), (2, 1), (1, 1)))
 CASES = [
-    Case("unsplit", (150, 90), CHUNKS, UNSPLIT),
-    Case("fixed splits", (150, 90), CHUNKS, {"fixed_split_size": 4}, head_dim=128, heads=(2, 1)),
+    Case("unsplit", (150, 90), CHUNKS, UNSPLIT, GROUP),
+    Case("fixed splits", (150, 90), CHUNKS, {"fixed_split_size": 4}, PAIR | {"dim": 128}),
     # The window covers several kv tiles, and its left edge is in another place of each query tile.
-    Case(
-        "window", (460,), (((0, 0, 299),), ((0, 299, 459),), ((0, 459, 460),)), UNSPLIT, heads=(2, 1), window_left=300
-    ),
-    Case("e4m3 cache", (150, 90), CHUNKS, UNSPLIT, kv_dtype=E4M3),
+    Case("window", (460,), WINDOW, UNSPLIT, PAIR, window_left=300),
+    Case("e4m3 cache", (150, 90), CHUNKS, UNSPLIT, GROUP | {"kv_dtype": E4M3}),
     # Scores of one key exceed the anchors of all rows, of every eighth by so much that its anchor must move.
-    Case("peak", (200,), (((0, 140, 141),), ((0, 142, 145),), ((0, 150, 151),)), UNSPLIT, heads=(1, 1), peak=True),
+    Case("peak", (200,), PEAK, UNSPLIT, ONE, peak=True),
 ]
 
 
-class Requests:
-    """Tensors of a case, and calls of chunks of its requests."""
-
-    def __init__(self, case: Case) -> None:
-        self.case, generator = case, torch.Generator().manual_seed(0)
-        self.pages = [-(-n // PAGE) for n in case.kv_lens]
-        self.ids = torch.randperm(sum(self.pages), generator=generator).int().split(self.pages)
-        shape = (sum(self.pages), case.heads[1], PAGE, case.head_dim)
-        k, v = (torch.randn(shape, generator=generator) for _ in range(2))
-        q = [torch.randn(n, case.heads[0], case.head_dim, generator=generator) * 4 for n in case.kv_lens]
-        if case.peak:
-            k, q = k * 0.3, [x * 0.1 for x in q]
-            k[..., 0] = 0
-            k[self.ids[0][0], :, 5, 0] = 8
-            q[0][:, :, 0] = 7
-            q[0][141::8, :, 0] = 10
-        self.cache = k.to(case.kv_dtype), v.to(case.kv_dtype)
-        self.q = [x.to(BF16) for x in q]
-
-    def run(self, chunks: tuple[Chunk, ...]) -> Results:
-        """Returns out and lse of each chunk."""
-        case, pages, queries = self.case, [-(-end // PAGE) for _, _, end in chunks], self.of(chunks)
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            torch.empty(4 << 20, dtype=torch.uint8), "HND", backend="emulator"
-        )
-        wrapper.plan(
-            bounds([len(x) for x in queries]),
-            bounds(pages),
-            torch.cat([self.ids[request][:n] for (request, _, _), n in zip(chunks, pages, strict=True)]),
-            torch.tensor([(end - 1) % PAGE + 1 for _, _, end in chunks], dtype=torch.int32),
-            *case.heads,
-            case.head_dim,
-            PAGE,
-            causal=True,
-            window_left=case.window_left,
-            q_data_type=BF16,
-            kv_data_type=case.kv_dtype,
-            **case.splits,
-        )
-        out, lse = wrapper.run(torch.cat(queries), self.cache, return_lse=True)
-        sizes = [len(x) for x in queries]
-        return dict(zip(chunks, zip(out.split(sizes), lse.split(sizes), strict=True), strict=True))
-
-    def of(self, chunks: tuple[Chunk, ...]) -> list[torch.Tensor]:
-        """Returns the query tokens of chunks."""
-        return [self.q[request][begin:end] for request, begin, end in chunks]
+def tokens_of(case: Case) -> Tokens:
+    """The tokens of whole requests, with scores that vary."""
+    tokens = Tokens(Batch(case.kv_lens, case.kv_lens, **case.formats), "cpu")
+    tokens.q *= 4
+    if case.peak:
+        tokens.q *= 0.1 / 4
+        tokens.q[:, :, 0], tokens.q[141::8, :, 0] = 7, 10
+        tokens.keys[0] *= 0.3
+        tokens.keys[0][..., 0] = 0
+        tokens.keys[0][5, :, 0] = 8
+    return tokens
 
 
-def bounds(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
+def run(case: Case, tokens: Tokens, chunks: tuple[Chunk, ...]) -> dict[Chunk, Pair]:
+    """Returns out and lse of each chunk."""
+    batch, first = tokens.batch, tokens.qo_indptr.tolist()
+    queries = [tokens.q[first[request] + begin : first[request] + end] for request, begin, end in chunks]
+    pages = [tokens.pages[request][: -(-end // batch.page_size)] for request, _, end in chunks]
+    sizes = [len(x) for x in queries]
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace("cpu", 4), "HND", backend="emulator")
+    wrapper.plan(
+        *(ends(sizes), ends([len(x) for x in pages]), torch.cat(pages).int()),
+        ints([(end - 1) % batch.page_size + 1 for _, _, end in chunks]),
+        *(*batch.heads, batch.dim, batch.page_size),
+        causal=True,
+        window_left=case.window_left,
+        q_data_type=batch.dtype,
+        kv_data_type=batch.kv_dtype,
+        **case.splits,
+    )
+    out, lse = wrapper.run(torch.cat(queries), tokens.caches("HND"), return_lse=True)
+    return dict(zip(chunks, zip(out.split(sizes), lse.split(sizes), strict=True), strict=True))
 
 
 @pytest.mark.parametrize("kernels", ["fa3", "fa2"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_chunks_have_the_bits_of_the_whole(case: Case, kernels: str) -> None:
-    requests = Requests(case)
+    tokens = tokens_of(case)
     with using("sm_90a", kernels=kernels):
-        whole = {i: requests.run(((i, 0, n),))[i, 0, n] for i, n in enumerate(case.kv_lens)}
+        whole = {i: run(case, tokens, ((i, 0, n),))[i, 0, n] for i, n in enumerate(case.kv_lens)}
         for batch in case.batches:
-            for (request, begin, end), results in requests.run(batch).items():
+            for (request, begin, end), results in run(case, tokens, batch).items():
                 for result, expected in zip(results, whole[request], strict=True):
                     assert torch.equal(result, expected[begin:end]), (request, begin, end)

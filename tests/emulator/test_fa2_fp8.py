@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
+from cute_attn import single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule, narrow_sums, program, using
 from cute_attn.emulator.isa import mma
 from cute_attn.emulator.warp_batch import WarpBatch
-from tests.support import fp8_case, multi_item
+from tests.support import fp8_case
+from tests.support.batch_case import heads, ragged
 from tests.support.cover import needed
 from tests.support.fp8_case import CUT, E4M3, LONG, SMALL, VARIED, Fp8Case
 from tests.support.persistent_emulated import CUDA, name
@@ -86,18 +87,10 @@ def test_sums_of_14_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
 def test_multi_item(schedule: Schedule) -> None:
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(n, 2, 64, generator=generator).to(E4M3) for n in (100, 140, 140))
-    items = multi_item.draw((100,), (140,), longest_item=30, seed=1)
-    with using(ARCH, schedule=schedule, sms=3) as emulation:
-        wrapper = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), backend="emulator")
-        indptr = (torch.tensor([0, n], dtype=torch.int32) for n in (100, 140))
-        types = {"q_data_type": E4M3, "kv_data_type": E4M3}
-        wrapper.plan(*indptr, 2, 2, 64, causal=True, **types, **items.arguments("cpu"))
-        out = wrapper.run(q, k, v)
-    assert [record.spec["mask"] for record in emulation.records] == ["multi_item"]
-    expected = single_prefill_with_kv_cache(q, k, v, custom_mask=items.keep[0], backend="reference")
-    torch.testing.assert_close(out.float(), expected.float(), rtol=0.07, atol=0.07)
+    types = {"dtype": "float8_e4m3fn", "o_dtype": "bfloat16"}
+    batch = ragged((100,), (140,), mask="items", longest_item=30, **types, **heads(2, 2))
+    emulation = emulate(batch, ARCH, schedule=schedule, sms=3)
+    assert [(record.spec["kernel"], record.spec["mask"]) for record in emulation.records] == [("fa2", "multi_item")]
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)

@@ -1,5 +1,6 @@
 """What is hard on the Blackwell kernel: edges of tiles and rings, rows that see nothing, scores that rise, items of
-unequal length that overlap on one CTA. Against the reference, on every schedule.
+unequal length that overlap on one CTA, pages by every source of keys, outputs by both ways to global memory. Against
+the reference, on every schedule.
 """
 
 from __future__ import annotations
@@ -226,3 +227,42 @@ def test_items_on_one_cta(items: str, schedule: Schedule) -> None:
 def test_outputs_are_stored_under_the_next_products(head_dim: int | tuple[int, int], schedule: Schedule) -> None:
     """Items of one and two kv tiles, whose epilogue takes longer than their products."""
     solve_on(FA4, prefill(200, TILE + 1, (4, 2), head_dim, **BF16, **CAUSAL), schedule, sms=1)
+
+
+# ---- pages, and ways of outputs to global memory
+
+
+UNEVEN = ((130, 0, 9, 70), (270, 33, 129, 0))  # whole query tiles, ragged ends, a request without keys
+# NaN in the rest of pages, and behind rows and heads; what the batches of all persistent kernels do not have.
+PAGES: tuple[BatchCase, ...] = (
+    paged(*UNEVEN, 3, kv_layout="HND", cache="strided", slack=True, **heads(4, 2), **dims(128)),
+    paged(*UNEVEN, 4, mask="custom", cache="strided", dtype="bfloat16", **heads(2, 2), **dims(128)),
+    paged((60, 9), (270, 129), 1, mask="causal", kv_layout="HND", **heads(6, 2), **dims(192, 128)),
+    paged((60, 9), (270, 129), 5, window_left=100, **heads(3, 3), **dims(80)),
+    paged((60, 9), (270, 129), 5, kv_layout="HND", cache="strided", **heads(3, 3), **dims(72)),
+)
+BOXES: tuple[BatchCase, ...] = (  # ends of requests within V tiles, which are cleared
+    paged(*UNEVEN, 64, kv_layout="HND", cache="one", slack=True, **heads(2, 1), **dims(128)),
+    paged(*UNEVEN, 128, mask="custom", cache="strided", dtype="bfloat16", **heads(2, 2), **dims(80)),
+    paged((60, 9), (270, 129), 32, mask="causal", cache="strided", **heads(6, 2), **dims(192, 128)),  # one stage of V
+)
+OUTPUTS: tuple[tuple[BatchCase, bool], ...] = (  # and whether query tiles are stored by TMA
+    (ragged((300, 0, 129, 128), (270, 33, 400, 0), mask="causal", slack=True, **heads(2, 1), **dims(128)), True),
+    (ragged((40, 63, 16), (70, 33, 130), mask="causal", slack=True, **heads(8, 1), **dims(96)), True),  # packed heads
+    (ragged((130, 9), (200, 60), o_dtype="float32", **heads(2, 2)), False),
+    (ragged((130, 9), (200, 60), **heads(2, 2), **dims(192, 128)), False),  # no room for staging
+)
+
+
+@pytest.mark.parametrize(("batch", "schedule"), in_turn((*PAGES, *BOXES)), ids=name)
+def test_pages(batch: BatchCase, schedule: Schedule) -> None:
+    emulation = solve_on(FA4, batch, schedule, 2)
+    assert emulation.records[0].spec["kv"] == ("paged" if batch in BOXES else "gathered")
+
+
+@pytest.mark.parametrize(("case", "schedule"), in_turn(OUTPUTS, structure=lambda case: case[1]), ids=name)
+def test_ways_of_outputs(case: tuple[BatchCase, bool], schedule: Schedule) -> None:
+    """Outputs of two work items per CTA; rows beside those of the requests are not written (`slack`)."""
+    batch, staged = case
+    emulation = solve_on(FA4, batch, schedule, 1)
+    assert (executed(emulation, "cp.async.bulk.tensor.4d.global") > 0) == staged

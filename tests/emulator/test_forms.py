@@ -1,13 +1,21 @@
-"""The registry of instruction forms, and forms that no golden covers."""
+"""The registry of instruction forms, and forms that no golden covers: micro-kernels against the bytes that the PTX ISA
+asks for, under all schedules, and what is refused.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+import math
 
 import numpy as np
 import pytest
 
+from cute_attn.emulator import Schedule
+from cute_attn.emulator.errors import EmulatorError, MemoryFault, Race, UnknownForm
 from cute_attn.emulator.isa import bits, load, registry
-from tests.emulator.micro import emulate
-from tests.emulator.micro.case import elementwise, rng, values
+from tests.emulator.micro import blackwell, emulate
+from tests.emulator.micro.blackwell import Known, memory_cases
+from tests.emulator.micro.case import Case, Text, elementwise, rng, values
 
 pytestmark = pytest.mark.emulator
 
@@ -59,3 +67,81 @@ def nibble(pool: int, choice: int) -> int:
     """The byte that a nibble of prmt's selector chooses; with its high bit, the byte's sign eight times."""
     byte = pool >> 8 * (choice & 7) & 0xFF
     return (0xFF if byte & 0x80 else 0) if choice & 8 else byte
+
+
+# --- memory forms of Blackwell ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", [*memory_cases()], ids=lambda known: known.id)
+def test_the_result_is_that_of_the_isa(known: Known) -> None:
+    for seed, kind in enumerate(("eager", "delayed", "adversarial")):
+        assert emulate.run(known.case, schedule=Schedule(kind, seed))[: len(known.want)] == known.want, kind
+
+
+def _refused(known: Known, kind: type[EmulatorError], match: str, **changes: object) -> None:
+    with pytest.raises(kind, match=match):
+        emulate.run(dataclasses.replace(known.case, **changes))  # type: ignore[arg-type]
+
+
+def test_wide_stores_of_two_warps_race() -> None:
+    known = blackwell.wide("st.global.v8.b32")
+    both = known.case.ptx.replace("mad.wide.u32 %rd", "and.b32 %r9, %me, 31;\nmad.wide.u32 %rd").replace(
+        "%me, 32,", "%r9, 32,"
+    )
+    _refused(known, Race, "two warps write one address", ptx=both.replace(".reqntid 32", ".reqntid 64"), threads=64)
+
+
+def test_wide_stores_are_aligned_to_32_bytes() -> None:
+    _refused(blackwell.wide("st.global.v8.b32", offset=16), MemoryFault, "not aligned to 32 bytes")
+
+
+def test_wide_stores_need_sm_100() -> None:
+    known = blackwell.wide("st.global.v8.b32")
+    _refused(known, UnknownForm, "does not exist on sm_90", ptx=known.case.ptx.replace("sm_100a", "sm_90a"))
+
+
+# --- clusterlaunchcontrol: clusters take over the work of others that have not started -------------------------------
+
+
+def _taking_over(cells: int, ctas: int) -> Text:
+    """Every warp adds 1 to the cell of its own CTA, then to those of the CTAs whose launch it cancels, which it counts
+    in the last cell. Of a pair, both CTAs get the answer to the question of the first.
+    """
+    return blackwell.text(threads=32, smem=32, cluster=ctas).add(
+        ".reg .b128 %answer;",
+        "mov.u32 %r0, sm; add.u32 %r1, %r0, 16; setp.eq.u32 %p0, %me, 0;",
+        "@%p0 mbarrier.init.shared.b64 [%r1], 1;",
+        "fence.mbarrier_init.release.cluster;",
+        "barrier.cluster.arrive; barrier.cluster.wait;",
+        "mov.u32 %r3, %ctaid.x; mov.u32 %r4, %ctaid.y; mov.u32 %r5, %nctaid.x; mov.u32 %r6, %cluster_ctarank;",
+        "setp.eq.u32 %p1, %r6, 0; and.pred %p1, %p1, %p0; mov.u32 %r8, 0;",
+        "WORK:",
+        "mad.lo.u32 %r9, %r4, %r5, %r3; mad.wide.u32 %rd1, %r9, 4, %dst;",
+        "@%p0 red.global.add.u32 [%rd1], 1;",
+        "@%p0 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 16;",
+        "barrier.cluster.arrive; barrier.cluster.wait;",
+        "@%p1 clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes"
+        ".multicast::cluster::all.b128 [%r0], [%r1];",
+        "WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], %r8; @!%p2 bra WAIT;",
+        "xor.b32 %r8, %r8, 1;",
+        "ld.shared.v2.b64 {%rd2, %rd3}, [%r0]; mov.b128 %answer, {%rd2, %rd3};",
+        "barrier.cluster.arrive; barrier.cluster.wait;",
+        "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p3, %answer;",
+        "@!%p3 bra END;",
+        "clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {%r3, %r4, %r10, %r11}, %answer;",
+        "add.u32 %r3, %r3, %r6;",
+        f"@%p0 red.global.add.u32 [%dst+{4 * cells}], 1;",
+        "bra WORK;",
+        "END:",
+    )
+
+
+@pytest.mark.parametrize("kind", ["eager", "delayed", "adversarial"])
+@pytest.mark.parametrize(("grid", "ctas"), [((5, 2, 1), 1), ((6, 3, 1), 2), ((1, 1, 1), 1)])
+def test_every_tile_is_done_once(grid: tuple[int, int, int], ctas: int, kind: str) -> None:
+    cells = math.prod(grid)
+    case = Case("launch", "control", _taking_over(cells, ctas).ptx(), bytes(16), 4 * cells + 4, cluster=ctas)
+    out = np.frombuffer(emulate.run(case, schedule=Schedule(kind, 1), grid=grid), np.uint32)
+    np.testing.assert_array_equal(out[:-1], 1)
+    if kind == "eager":
+        assert (out[-1] > 0) == (cells > ctas)  # some were taken over

@@ -12,6 +12,7 @@ import pytest
 from cute_attn.emulator import Schedule, tensormap
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import MemoryFault
+from cute_attn.emulator.isa import floats
 from tests.emulator.micro import emulate
 from tests.emulator.micro.case import Case
 from tests.emulator.micro.catalogue import ADDRESS, cases, maps
@@ -38,21 +39,17 @@ def refused() -> dict[str, str]:
 
 def differences(case: Case, got: bytes, want: bytes) -> str:
     """Where results differ beyond what the case allows, or ""."""
-    if case.unit.startswith("near:"):
-        a, b = np.frombuffer(got, np.float32), np.frombuffer(want, np.float32)
+    kind = case.unit.partition(":")[0]
+    unit = {"near": "f4", "bf2": "u2"}.get(kind, kind)
+    a, b = (np.frombuffer(x, unit) for x in (got, want))
+    values = [floats.bf16_to_f32(x) if kind == "bf2" else x for x in (a, b)]
+    if kind == "near":
         relative, absolute = NEAR[case.unit[5:]]
-        wrong = ~(np.abs(a - b) <= relative * np.abs(b) + absolute) & ~(np.isnan(a) & np.isnan(b)) & (a != b)
-    elif case.unit == "bf2":
-        a, b = (np.frombuffer(x, np.uint16) for x in (got, want))
-        nan = ((a & 0x7FFF) > 0x7F80) & ((b & 0x7FFF) > 0x7F80)
-        wrong = (a != b) & ~nan
-    elif case.unit[0] == "f":
-        a, b = (np.frombuffer(x, case.unit) for x in (got, want))
-        bits = [np.frombuffer(x, f"i{case.unit[1]}").astype(np.int64) for x in (got, want)]
-        wrong = (np.abs(bits[0] - bits[1]) > case.ulps) & ~(np.isnan(a) & np.isnan(b))
+        equal = (np.abs(a - b) <= relative * np.abs(b) + absolute) | (a == b)
     else:
-        a, b = (np.frombuffer(x, case.unit) for x in (got, want))
-        wrong = a != b
+        bits = [x.view(f"i{x.itemsize}").astype(np.int64) for x in (a, b)]
+        equal = np.abs(bits[0] - bits[1]) <= case.ulps
+    wrong = ~(equal | (np.isnan(values[0]) & np.isnan(values[1])))
     if not wrong.any():
         return ""
     first = int(np.flatnonzero(wrong)[0])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from typing import Any
 
 import pytest
 
-from tests.support import batch_case
+from tests.support import batch_case, cover, fp8_case
 from tests.support.batch_case import BatchCase
 from tests.support.cover import needed
 from tests.support.executors import PARAMS, Executor
@@ -43,3 +45,27 @@ def test_single(problem: BatchCase, on: Executor) -> None:
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.id)
 def test_batch(batch: BatchCase) -> None:
     emulate(batch, "sm_90a", "fa2")
+
+
+# --- what `needed` leaves of a matrix --------------------------------------------------------------------------------
+
+MATRICES = {
+    "requests": (SMALL, FEATURES),
+    "batches": (batch_case.SMALL, FEATURES),
+    "fp8": (fp8_case.SMALL, functools.partial(fp8_case.Fp8Case.features, device=CUDA)),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_nothing_is_lost(name: str) -> None:
+    """What is left has every value of every field, and every pair of features."""
+    problems, features = MATRICES[name]
+    kept = needed(problems, features)
+    assert set(kept) < set(problems)
+    assert kept == [problem for problem in problems if problem in kept]
+
+    def pairs(problem: Any) -> set[Any]:
+        return set(itertools.combinations(features(problem)._replace(num_qo_heads=0, num_kv_heads=0), 2))
+
+    for of in (cover._traits, pairs):
+        assert set().union(*map(of, kept)) == set().union(*map(of, problems))

@@ -5,9 +5,7 @@ in fp8, which are rounded once.
 from __future__ import annotations
 
 import pytest
-import torch
 
-from cute_attn import single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule, using
 from tests.support import narrow_outputs
 from tests.support.batch_case import BatchCase
@@ -44,17 +42,3 @@ def test_narrow_outputs_are_rounded_once(problem: BatchCase, schedule: Schedule)
     """On the wgmma kernels, and by the merge of their partials."""
     with using("sm_90a", kernels="fa3", schedule=schedule, sms=8):
         narrow_outputs.assert_rounded(problem, "cpu", "emulator")
-
-
-@pytest.mark.parametrize(("head_dim", "o_dtype"), [(64, torch.float8_e4m3fn), (80, torch.float8_e5m2)])
-def test_narrow_outputs_of_fp8_products(head_dim: int, o_dtype: torch.dtype) -> None:
-    """q, k and v in fp8, whose accumulators hold even and odd dimensions apart."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((140, 2, head_dim), (200, 1, head_dim), (200, 1, head_dim))
-    q, k, v = (torch.randn(shape, generator=generator).to(torch.float8_e4m3fn) for shape in shapes)
-    with using("sm_90a", kernels="fa3"):
-        wide, out = (
-            single_prefill_with_kv_cache(q, k, v, causal=True, o_dtype=dtype, backend="emulator")
-            for dtype in (torch.float32, o_dtype)
-        )
-    assert torch.equal(wide.to(o_dtype).view(torch.uint8), out.view(torch.uint8))

@@ -14,9 +14,10 @@ from cute_attn.emulator.errors import BarrierFault, EmulatorError, Race, Registe
 from cute_attn.emulator.isa.tmem import _note_read
 from cute_attn.emulator.tensor_memory import TensorMemory, cells
 from tests.emulator.tcgen05_kernel import AFTER, BEFORE, Kernel
+from tests.emulator.test_checks import reported
 from tests.emulator.test_tcgen05_mma import Case, Setup
 from tests.emulator.umma_oracle import instruction
-from tests.support.schedules import KINDS
+from tests.support.schedules import KINDS, in_turn
 
 pytestmark = pytest.mark.emulator
 
@@ -58,8 +59,7 @@ def test_the_list_of_steps(group: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("schedule", KINDS)
-@pytest.mark.parametrize("site", range(len(STEPS)), ids=lambda i: f"{i}-{STEPS[i][0]}")
+@pytest.mark.parametrize(("site", "schedule"), in_turn(range(len(STEPS)), KINDS, lambda site: STEPS[site][0]))
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_step_is_needed(group: int, site: int, schedule: str) -> None:
     _, kind, message = STEPS[site]
@@ -136,10 +136,8 @@ def _run(image: Array, warps: list[str], strict: bool = True, results: int = 0) 
 @pytest.mark.parametrize("missing", [None, WAIT_LD, BEFORE, "bar.sync 0;", AFTER])
 def test_reads_are_over_before_columns_are_overwritten(image: Array, missing: str | None) -> None:
     steps = [step for step in (WAIT_LD, BEFORE, "bar.sync 0;", AFTER) if step != missing]
-    if missing is None:
-        _run(image, _hand_over(*steps))
-        return
-    with pytest.raises(Race, match=r"tcgen05\.mma .* a read by tcgen05\.ld|tcgen05\.ld.* a write by tcgen05\.mma"):
+    race = r"tcgen05\.mma .* a read by tcgen05\.ld|tcgen05\.ld.* a write by tcgen05\.mma"
+    with reported(missing is not None, Race, race):
         _run(image, _hand_over(*steps))
 
 
@@ -233,9 +231,5 @@ def test_barriers_of_commits_must_be_visible(image: Array, fence: str) -> None:
     def rewrite(text: str) -> str:
         return text.replace("fence.mbarrier_init.release.cluster;", fence)
 
-    kernel = Kernel(tmem=image, fence=False)
-    if fence:
-        kernel.run(rewrite=rewrite)
-        return
-    with pytest.raises(BarrierFault, match=r"fence\.mbarrier_init or fence\.proxy\.async is missing"):
-        kernel.run(rewrite=rewrite)
+    with reported(not fence, BarrierFault, r"fence\.mbarrier_init or fence\.proxy\.async is missing"):
+        Kernel(tmem=image, fence=False).run(rewrite=rewrite)

@@ -20,6 +20,7 @@ from cute_attn.kernels.xqa.host.family import DecodeRun
 from cute_attn.problem import DecodeProblem
 from cute_attn.request.decode import COUNTER_BYTES
 from cute_attn.xqa import xqa
+from tests.support.low_level import low_level
 from tests.support.schedules import KINDS, all_alike, in_turn
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 from tests.support.xqa_producer import Producer
@@ -196,18 +197,13 @@ def test_waits_for_the_launch_before(kv: str, monkeypatch: pytest.MonkeyPatch) -
 def test_the_low_level_form(head_dim: int) -> None:
     """Counters and partial results in a buffer each, and a window that counts the row's own key."""
     built = build(XqaCase((90, 7), kv="e4m3", heads=(2, 1), head_dim=head_dim, window_left=40))
-    a = built.arguments
-    output, (k, v) = torch.zeros_like(a["query"]), a["kv_cache"]
-    semaphores = torch.zeros(64, dtype=torch.uint32)
-    scratch = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
+    given = low_level(built, 1 << 16, num_kv_heads=1, sliding_win_size=41, backend="emulator")
+    given["workspace_buffer"].fill_(math.nan)
     with emulator.using("sm_90a", sms=3) as emulation:
-        xqa(
-            a["query"], k, v, a["block_tables"], a["seq_lens"], output, scratch, semaphores, 1, 16,
-            sliding_win_size=41, backend="emulator",
-        )  # fmt: skip
+        xqa(**given)
     assert len(emulation.records) == 1
-    assert not semaphores.view(torch.int32).any()
-    assert built.check(output, None) == ""
+    assert not given["semaphores"].view(torch.int32).any()
+    assert built.check(given["output"], None) == ""
 
 
 @pytest.mark.emulator
@@ -215,16 +211,12 @@ def test_the_low_level_form(head_dim: int) -> None:
 def test_the_low_level_form_with_buffers_that_are_too_small(words: int) -> None:
     """It uses memory of its own, and leaves its counters at zero (the emulator looks)."""
     built = build(XqaCase((77, 3, 200), heads=(4, 2), head_dim=64))
-    a, (k, v) = built.arguments, built.arguments["kv_cache"]
-    scratch, semaphores = torch.full((words,), math.nan), torch.zeros(words, dtype=torch.uint32)
+    given = low_level(built, words, backend="emulator")
     for _ in range(2):
-        output = torch.zeros_like(a["query"])
+        given["output"].zero_()
         with emulator.using("sm_90a", sms=5):
-            xqa(
-                a["query"], k, v, a["block_tables"], a["seq_lens"], output, scratch, semaphores, 2, 16,
-                backend="emulator",
-            )  # fmt: skip
-        assert built.check(output, None) == ""
+            xqa(**given)
+        assert built.check(given["output"], None) == ""
 
 
 @pytest.mark.emulator

@@ -27,6 +27,9 @@ def test_where_pages_come_from(dims: tuple[int, int]) -> None:
     sources = {size: fa3_tiles.page_source(dims, size) for size in (1, 3, 5, 8, 63, 100, 64, 128, 192)}
     assert [sources[size] for size in (64, 128, 192)] == ["paged"] * 3
     assert [sources[size] for size in (1, 3, 5, 8, 63, 100)] == ["gathered"] * 6
+    assert [fa3_tiles.page_source((128, 128), size, "fp8_kv") for size in (1, 4, 8, 64)] == ["gathered"] * 2 + [
+        "paged"
+    ] * 2
     tile = fa3_tiles.choose(TileProblem(dims, "gathered"))
     spec = Fa3Spec("float16", "float16", *dims, kv="gathered", tile=tile)
     assert tile.mma_warpgroups == 2

@@ -51,6 +51,7 @@ def test_where_pages_come_from(dims: tuple[int, int]) -> None:
     sources = {size: tiles.page_source(dims, size) for size in (1, 3, 5, 8, 63, 100, 64, 128, 192)}
     assert [sources[size] for size in (64, 128, 192)] == ["paged"] * 3
     assert [sources[size] for size in (1, 3, 5, 8, 63, 100)] == ["gathered"] * 6
+    assert [tiles.page_source((128, 128), size, "fp8_kv") for size in (1, 4, 8, 64)] == ["gathered"] * 2 + ["paged"] * 2
     assert tiles.choose("sm_100a", TileProblem(dims, "paged")).cols % PAGE_ALIGNED == 0
 
 

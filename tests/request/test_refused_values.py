@@ -49,7 +49,8 @@ VALUES: list[tuple[str, Callable[[], Any]]] = [
     ("k_scale", lambda: of("BlockSparseAttentionWrapper.plan", k_scale=0)),
     ("use_clc", lambda: of("BlockSparseAttentionWrapper.plan", use_clc=False)),
     ("rows", lambda: ca.explain(arch="h100", rows=4)),
-    ("custom_mask", lambda: ca.explain(arch="h100", custom_mask="no")),  # type: ignore[arg-type    ("out", lambda: single(out=inference(8, 4, 64))),
+    ("custom_mask", lambda: ca.explain(arch="h100", custom_mask="no")),  # type: ignore[arg-type]
+    ("out", lambda: single(out=inference(8, 4, 64))),
     ("lse", lambda: single(lse=inference(8, 4, dtype=torch.float32), return_lse=True)),
     ("q", lambda: torch.vmap(lambda q: single(q=q))(halves(2, 8, 4, 64))),
     ("q", lambda: torch.func.grad(lambda q: single(q=q))(halves(8, 4, 64))),

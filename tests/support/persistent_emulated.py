@@ -94,9 +94,3 @@ def solve_on(target: Target, problem: AnyCase, schedule: Schedule, sms: int | No
 def assert_cut(target: Target, emulation: Emulation) -> None:
     """The keys were split, and the partials merged."""
     assert families(emulation) == [target.kernels, "combine"]
-
-
-def assert_auto_runs(target: Target, batch: BatchCase, kv: str) -> None:
-    """As "auto" chooses on such a GPU: the target's kernel, which reads its keys as `kv` says."""
-    records = emulate(batch, target.arch).records
-    assert [(record.spec["kernel"], record.spec["kv"]) for record in records] == [(target.kernels, kv)]

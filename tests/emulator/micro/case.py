@@ -81,44 +81,36 @@ class Text:
 
     def fill_shared(self, nbytes: int, offset: int = 0) -> Text:
         """Copy the input from `offset` on into the shared array `sm`."""
-        self.add(
-            "mul.lo.u32 %fa, %me, 16;",
-            "FILL:",
-            f"setp.ge.u32 %fp, %fa, {nbytes};",
-            "@%fp bra FILLED;",
+        self._pieces(
+            "FILL",
+            nbytes,
             "cvt.u64.u32 %fd, %fa;",
             "add.u64 %fd, %fd, %src;",
             f"ld.global.v4.b32 {{%f0, %f1, %f2, %f3}}, [%fd+{offset}];",
             "mov.u32 %fs, sm;",
             "add.u32 %fs, %fs, %fa;",
             "st.shared.v4.b32 [%fs], {%f0, %f1, %f2, %f3};",
-            f"add.u32 %fa, %fa, {16 * self.threads};",
-            "bra FILL;",
-            "FILLED:",
-            "fence.proxy.async;",
-            "bar.sync 0;",
         )
-        return self
+        return self.add("fence.proxy.async;", "bar.sync 0;")
 
     def dump_shared(self, nbytes: int, at: int = 0) -> Text:
         """Copy `sm` to the output at byte `at`."""
-        self.add(
-            "bar.sync 0;",
-            "mul.lo.u32 %fa, %me, 16;",
-            "DUMP:",
-            f"setp.ge.u32 %fp, %fa, {nbytes};",
-            "@%fp bra DUMPED;",
+        self.add("bar.sync 0;")
+        return self._pieces(
+            "DUMP",
+            nbytes,
             "mov.u32 %fs, sm;",
             "add.u32 %fs, %fs, %fa;",
             "ld.shared.v4.b32 {%f0, %f1, %f2, %f3}, [%fs];",
             "cvt.u64.u32 %fd, %fa;",
             "add.u64 %fd, %fd, %dst;",
             f"st.global.v4.b32 [%fd+{at}], {{%f0, %f1, %f2, %f3}};",
-            f"add.u32 %fa, %fa, {16 * self.threads};",
-            "bra DUMP;",
-            "DUMPED:",
         )
-        return self
+
+    def _pieces(self, label: str, nbytes: int, *lines: str) -> Text:
+        """`lines` for every 16 of some bytes, whose offset is %fa."""
+        self.add("mul.lo.u32 %fa, %me, 16;", f"{label}:", f"setp.ge.u32 %fp, %fa, {nbytes};", f"@%fp bra {label}ED;")
+        return self.add(*lines, f"add.u32 %fa, %fa, {16 * self.threads};", f"bra {label};", f"{label}ED:")
 
     def ptx(self) -> str:
         params = [".param .u64 p_in", ".param .u64 p_out"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -34,6 +34,12 @@ def load_lane(text: Text, count: int) -> Text:
     return text.add(*(f"ld.global.b32 %r{i}, [%rd61+{4 * i}];" for i in range(count)))
 
 
+def lane_case(family: str, name: str, text: Text, registers: Sequence[str], data: bytes, unit: str = "u4") -> Case:
+    """The registers are the result of every thread."""
+    ptx = store_lane(text, *registers).ptx()
+    return Case(family, name, ptx, data, 4 * len(registers) * text.threads, unit, threads=text.threads)
+
+
 def _words(name: str, count: int, low: int = 0, high: int = 1 << 32) -> np.ndarray:  # type: ignore[type-arg]
     return rng(name).integers(low, high, count, dtype=np.uint64).astype(np.uint32)
 
@@ -46,7 +52,7 @@ def _warp() -> Iterator[Case]:
             text.add("and.b32 %r1, %r1, 31;", f"shfl.sync.{mode}.b32 %r2|%p1, %r0, %r1, {clamp}, -1;")
             # Lanes out of range keep their own value; the source of a lane in range is defined.
             text.add("selp.b32 %r3, 1, 0, %p1;")
-            yield Case("warp", name, store_lane(text, "%r2", "%r3").ptx(), _words(name, 128).tobytes(), 512, threads=64)
+            yield lane_case("warp", name, text, ("%r2", "%r3"), _words(name, 128).tobytes())
     name = "votes"
     text = load_lane(Text(threads=64), 1).add("setp.lt.u32 %p1, %r0, 3;")
     text.add("vote.sync.ballot.b32 %r1, %p1, -1;")
@@ -56,42 +62,40 @@ def _warp() -> Iterator[Case]:
     text.add("activemask.b32 %r8;")
     values = _words(name, 64, 0, 6)
     values[32:] = 2
-    registers = [f"%r{i}" for i in range(1, 9)]
-    yield Case("warp", name, store_lane(text, *registers).ptx(), values.tobytes(), 64 * 32, threads=64)
+    yield lane_case("warp", name, text, [f"%r{i}" for i in range(1, 9)], values.tobytes())
     for op in ("add.u32", "min.s32", "max.s32", "min.u32", "max.u32", "and.b32", "or.b32", "xor.b32"):
         name = f"redux.{op}"
         text = load_lane(Text(threads=64), 1).add(f"redux.sync.{op} %r1, %r0, -1;")
-        yield Case("warp", name, store_lane(text, "%r1").ptx(), _words(name, 64).tobytes(), 256, threads=64)
+        yield lane_case("warp", name, text, ["%r1"], _words(name, 64).tobytes())
     # Half a warp at a time, by divergence
     text = load_lane(Text(threads=32), 1).add("setp.lt.u32 %p1, %me, 12;", "mov.u32 %r1, 0;", "@!%p1 bra OTHER;")
     text.add("shfl.sync.bfly.b32 %r1, %r0, 1, 31, 0xfff;", "activemask.b32 %r2;", "bra JOIN;", "OTHER:")
     text.add("vote.sync.ballot.b32 %r1, %p1, 0xfffff000;", "activemask.b32 %r2;", "JOIN:", "bar.warp.sync -1;")
-    yield Case("warp", "divergent", store_lane(text, "%r1").ptx(), _words("divergent", 32).tobytes(), 128)
+    yield lane_case("warp", "divergent", text, ["%r1"], _words("divergent", 32).tobytes())
     text = load_lane(Text(threads=64), 1).add("elect.sync %r1|%p1, -1;", "selp.b32 %r2, 1, 0, %p1;")
-    yield Case("warp", "elect", store_lane(text, "%r2").ptx(), _words("elect", 64).tobytes(), 256, threads=64)
+    yield lane_case("warp", "elect", text, ["%r2"], _words("elect", 64).tobytes())
 
 
 def _matrices() -> Iterator[Case]:
     """Rows at addresses in a shuffled order."""
     for count in (1, 2, 4):
         for trans in ("", ".trans"):
-            name = f"ldmatrix.x{count}{trans}"
-            rows = rng(name).permutation(64)[:32].astype(np.uint32) * 16
-            text = Text(threads=32, smem=2048).fill_shared(1024)
-            text.add("mad.wide.u32 %rd1, %me, 4, %src;", "ld.global.b32 %r9, [%rd1+1024];", "mov.u32 %r8, sm;")
-            text.add("add.u32 %r9, %r9, %r8;")
+            rows = rng(f"ldmatrix.x{count}{trans}").permutation(64)[:32].astype(np.uint32) * 16
+            data = rng(f"ldmatrix.x{count}{trans}").integers(0, 256, 1024).astype(np.uint8).tobytes() + rows.tobytes()
             registers = [f"%r{i}" for i in range(count)]
-            text.add(f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{', '.join(registers)}}}, [%r9];")
-            data = rng(name).integers(0, 256, 1024).astype(np.uint8).tobytes() + rows.tobytes()
-            yield Case("matrix", name, store_lane(text, *registers).ptx(), data, 128 * count)
-            name = f"stmatrix.x{count}{trans}"
-            text = Text(threads=32, smem=2048).fill_shared(1024)
-            text.add("mad.wide.u32 %rd1, %me, 4, %src;", "ld.global.b32 %r9, [%rd1+1024];", "mov.u32 %r8, sm;")
-            text.add(
-                "add.u32 %r9, %r9, %r8;", *(f"mad.lo.u32 %r{i}, %me, 65537, {i * 4096 + 256};" for i in range(count))
-            )
-            text.add(f"stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [%r9], {{{', '.join(registers)}}};")
-            yield Case("matrix", name, text.dump_shared(1024).ptx(), data, 1024)
+            text, form, words = _rows(), f"sync.aligned.m8n8.x{count}{trans}.shared.b16", f"{{{', '.join(registers)}}}"
+            text.add(f"ldmatrix.{form} {words}, [%r9];")
+            yield lane_case("matrix", f"ldmatrix.x{count}{trans}", text, registers, data)
+            text = _rows().add(*(f"mad.lo.u32 %r{i}, %me, 65537, {i * 4096 + 256};" for i in range(count)))
+            text.add(f"stmatrix.{form} [%r9], {words};")
+            yield Case("matrix", f"stmatrix.x{count}{trans}", text.dump_shared(1024).ptx(), data, 1024)
+
+
+def _rows() -> Text:
+    """Shared memory, and the address of each lane's row in %r9."""
+    text = Text(threads=32, smem=2048).fill_shared(1024)
+    text.add("mad.wide.u32 %rd1, %me, 4, %src;", "ld.global.b32 %r9, [%rd1+1024];", "mov.u32 %r8, sm;")
+    return text.add("add.u32 %r9, %r9, %r8;")
 
 
 def small(kind: str, count: int, name: str, spread: int = 3) -> np.ndarray:  # type: ignore[type-arg]
@@ -123,7 +127,7 @@ def _mma() -> Iterator[Case]:
             rng(name).integers(-9, 9, (32, 4)).astype(np.float32).view(np.uint32),
         ]
         data = np.concatenate(words, axis=1).astype(np.uint32).tobytes()
-        yield Case("mma", name, store_lane(text, "%r20", "%r21", "%r22", "%r23").ptx(), data, 512, unit="f4")
+        yield lane_case("mma", name, text, ("%r20", "%r21", "%r22", "%r23"), data, unit="f4")
 
 
 def _copies() -> Iterator[Case]:

@@ -244,22 +244,22 @@ def _store(name: str, tensor: Map, coordinates: tuple[int, ...], op: str) -> Cas
     text = Text(threads=128, smem=SMEM, maps=1).fill_shared(SMEM)
     setup, place = _place(coordinates)
     text.add("setp.ne.u32 %p1, %me, 0;", "@%p1 bra DONE;", "mov.u32 %r8, sm;", *setup)
-    form = (
-        f"cp.reduce.async.bulk.tensor.{rank}d.global.shared::cta.{op}.tile.bulk_group"
-        if op
-        else (f"cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group")
-    )
+    reduce, kind = (".reduce", f".{op}") if op else ("", "")
+    form = f"cp{reduce}.async.bulk.tensor.{rank}d.global.shared::cta{kind}.tile.bulk_group"
     text.add(f"{form} {place}, [%r8];", "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;", "DONE:")
-    kinds = {"float16": "f16", "bfloat16": "bf16"}
-    if tensor.dtype in kinds and op:
-        data = small(kinds[tensor.dtype], SMEM // 2, name).tobytes()
-        initial = small(kinds[tensor.dtype], target // 2, name + "o").tobytes()
-    elif tensor.dtype == "float32":
-        data = rng(name).integers(-9, 9, SMEM // 4).astype(np.float32).tobytes()
-        initial = rng(name + "o").integers(-9, 9, target // 4).astype(np.float32).tobytes()
-    else:
-        data, initial = _numbers(name)[:SMEM], _numbers(name + "o")[:target]
+    data, initial = _contents(name, tensor.dtype if op or tensor.dtype == "float32" else "bytes", target)
     return Case("tma", name, text.ptx(), data, target, "u1", threads=128, maps=(tensor,), initial=initial)
+
+
+def _contents(name: str, dtype: str, target: int) -> tuple[bytes, ...]:
+    """What shared memory has and what `target` bytes of the output hold before: numbers whose sums are exact."""
+    kind = {"float16": "f16", "bfloat16": "bf16"}.get(dtype, dtype)
+    if kind in ("f16", "bf16"):
+        return tuple(small(kind, n // 2, name + of).tobytes() for n, of in ((SMEM, ""), (target, "o")))
+    if kind in ("f32", "float32"):
+        sizes = ((SMEM, ""), (target, "o"))
+        return tuple(rng(name + of).integers(-9, 9, n // 4).astype(np.float32).tobytes() for n, of in sizes)
+    return _numbers(name)[:SMEM], _numbers(name + "o")[:target]
 
 
 def _bulk() -> Iterator[Case]:
@@ -269,20 +269,9 @@ def _bulk() -> Iterator[Case]:
     for op in ("", "add.f32", "add.u32", "min.s32", "add.noftz.f16", "add.noftz.bf16"):
         name = f"bulk.store.{op or 'plain'}"
         text = Text(threads=128, smem=SMEM).fill_shared(SMEM).add("mov.u32 %r8, sm;", "setp.ne.u32 %p1, %me, 0;")
-        text.add("@%p1 bra DONE;")
-        head = (
-            f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{op}"
-            if op
-            else "cp.async.bulk.global.shared::cta.bulk_group"
-        )
-        text.add(
-            f"{head} [%dst], [%r8], {SMEM};", "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;", "DONE:"
-        )
-        data, initial = _numbers(name)[:SMEM], _numbers(name + "o")[:SMEM]
-        if op == "add.f32":
-            data = rng(name).integers(-9, 9, SMEM // 4).astype(np.float32).tobytes()
-            initial = rng(name + "o").integers(-9, 9, SMEM // 4).astype(np.float32).tobytes()
-        elif "noftz" in op:
-            data = small(op.split(".")[-1], SMEM // 2, name).tobytes()
-            initial = small(op.split(".")[-1], SMEM // 2, name + "o").tobytes()
+        reduce, kind = (".reduce", f".{op}") if op else ("", "")
+        form = f"cp{reduce}.async.bulk.global.shared::cta.bulk_group{kind}"
+        text.add("@%p1 bra DONE;", f"{form} [%dst], [%r8], {SMEM};", "cp.async.bulk.commit_group;")
+        text.add("cp.async.bulk.wait_group 0;", "DONE:")
+        data, initial = _contents(name, op.split(".")[-1], SMEM)
         yield Case("tma", name, text.ptx(), data, SMEM, "u1", threads=128, initial=initial)

@@ -4,7 +4,7 @@
 
 needs a Hopper GPU and cuda-python, not the DSL: the driver compiles the PTX. DIR gets one .npz per family, the bytes of
 tensor maps, and record.json with device, driver, and the cases that failed. A case that breaks the context or hangs
-costs that case alone: the work is done by a child process, which is restarted after it.
+costs that case alone: a child process runs them, and another one takes its place.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import functools
 import json
-import subprocess
-import sys
+import multiprocessing
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cute_attn.emulator.dtypes import Array
 from tests.emulator.micro.case import MAP_BYTES, Case, Map
 from tests.emulator.micro.catalogue import ADDRESS, cases, maps
 
@@ -114,105 +116,69 @@ class Device:
         return storage, at
 
 
-def part(directory: Path, number: int) -> Path:
-    """The file of one case's result."""
-    return directory / "parts" / f"{number}.bin"
+@functools.cache
+def device() -> Device:
+    """This process's."""
+    return Device()
 
 
-def work(directory: Path, first: int) -> int:
-    """Run cases from number `first` on; each result goes into a file."""
-    device = Device()
-    for number, case in enumerate(cases()[first:], first):
-        try:
-            part(directory, number).write_bytes(device.run(case))
-        except DriverError as err:
-            print(err)
-            return 3  # the context may be broken
-    return 0
-
-
-def encode_maps(directory: Path) -> dict[str, str]:
+def encode_maps() -> tuple[Array, dict[str, str]]:
     """Descriptor bytes of every map of the catalogue, in its order; failures by number."""
-    device, failures = Device(), {}
-    rows = np.zeros((len(list(maps())), MAP_BYTES), np.uint8)
+    rows, failures = np.zeros((len(list(maps())), MAP_BYTES), np.uint8), {}
     for i, tensor in enumerate(maps()):
         try:
-            storage, at = device.encode(tensor, ADDRESS)
+            storage, at = device().encode(tensor, ADDRESS)
             rows[i] = np.frombuffer(ctypes.string_at(at, MAP_BYTES), np.uint8)
             del storage
         except DriverError as err:
             failures[f"map {i}"] = str(err)
-    np.savez_compressed(directory / "tensor_maps.npz", rows=rows)
-    (directory / "facts.json").write_text(json.dumps(device.facts()))
-    return failures
+    return rows, failures
 
 
-def supervise(directory: Path) -> dict[str, str]:
-    """Children until every case is done or has failed."""
-    failures: dict[str, str] = {}
-    first, total = 0, len(cases())
-    while first < total:
-        command = [sys.executable, "-m", "tests.emulator.micro.record", str(directory), "--from", str(first)]
-        log = directory / "log.txt"
-        with log.open("w") as stream:
-            child = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
-            hung = _hangs(child, directory)
-        if child.returncode == 0:
-            break
-        at = next(number for number in range(first, total) if not part(directory, number).exists())
-        failures[cases()[at].id] = f"no end within {PATIENCE:.0f} s" if hung else log.read_text()[-400:].strip()
-        print(f"FAILED {cases()[at].id}: {failures[cases()[at].id]}", flush=True)
-        first = at + 1
-    return failures
+def _run(case: Case) -> bytes:
+    return device().run(case)
 
 
-def _hangs(child: subprocess.Popen[bytes], directory: Path) -> bool:
-    """Wait for the child's end, or until it has had no result for so long that it is killed: returns whether it was."""
-    done, since = -1, time.monotonic()
-    while child.poll() is None:
-        time.sleep(0.05)
-        now = len(list((directory / "parts").iterdir()))
-        if now != done:
-            done, since = now, time.monotonic()
-        elif time.monotonic() - since > PATIENCE:
-            child.kill()
-            child.wait()
-            return True
-    return False
-
-
-def collect(directory: Path) -> int:
-    """Merges parts into one file per family: outputs, and the digests of the cases that made them."""
-    families: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
-    for number, case in enumerate(cases()):
-        result = part(directory, number)
-        if result.exists():
-            family = families.setdefault(case.family, {})
-            family[case.name] = np.frombuffer(result.read_bytes(), np.uint8)
-            family[f"digest {case.name}"] = np.array(case.digest)
-            result.unlink()
-    for name, arrays in families.items():
-        np.savez_compressed(directory / f"{name}.npz", **arrays)  # type: ignore[arg-type]
-    (directory / "parts").rmdir()
-    return sum(len(arrays) // 2 for arrays in families.values())
+def results() -> Iterator[tuple[Case, bytes | DriverError]]:
+    """The output of every case, or why it has none."""
+    context = multiprocessing.get_context("spawn")
+    child = context.Pool(1)
+    for case in cases():
+        result: bytes | DriverError
+        try:
+            result = child.apply_async(_run, (case,)).get(PATIENCE)
+        except multiprocessing.TimeoutError:
+            result = DriverError(f"no end within {PATIENCE:.0f} s")
+        except DriverError as err:
+            result = err
+        if isinstance(result, DriverError):  # the context may be broken
+            child.terminate()
+            child = context.Pool(1)
+        yield case, result
+    child.terminate()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--from", type=int, dest="first", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    directory: Path = options.directory
-    if options.first is not None:
-        return work(directory, options.first)
-    (directory / "parts").mkdir(parents=True, exist_ok=True)
+    directory: Path = parser.parse_args().directory
+    directory.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    failures = encode_maps(directory) | supervise(directory)
-    recorded = collect(directory)
-    facts = json.loads((directory / "facts.json").read_text())
-    (directory / "facts.json").unlink()
-    (directory / "log.txt").unlink(missing_ok=True)
-    (directory / "record.json").write_text(json.dumps({**facts, "recorded": recorded, "failures": failures}, indent=1))
+    rows, failures = encode_maps()
+    np.savez_compressed(directory / "tensor_maps.npz", rows=rows)
+    families: dict[str, dict[str, Any]] = {}  # outputs, and the digests of the cases that made them
+    for case, result in results():
+        if isinstance(result, DriverError):
+            failures[case.id] = str(result)
+            print(f"FAILED {case.id}: {result}", flush=True)
+            continue
+        outputs = {case.name: np.frombuffer(result, np.uint8), f"digest {case.name}": np.array(case.digest)}
+        families.setdefault(case.family, {}).update(outputs)
+    for name, arrays in families.items():
+        np.savez_compressed(directory / f"{name}.npz", **arrays)
+    recorded = sum(len(arrays) // 2 for arrays in families.values())
+    record = {**device().facts(), "recorded": recorded, "failures": failures}
+    (directory / "record.json").write_text(json.dumps(record, indent=1))
     print(f"{recorded} of {len(cases())} cases recorded in {time.monotonic() - start:.0f} s, {len(failures)} failures")
     return 1 if failures else 0
 

@@ -6,17 +6,53 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cute_attn.emulator.isa.registry import expand
 from tests.emulator.micro.case import Case, elementwise, rng, values
 
-_I32, _I64 = ("s32", "u32"), ("s64", "u64")
+_INTS, _WORDS, _HALVES = "{.s16|.u16|.s32|.u32|.s64|.u64}", "{.s32|.u32|.s64|.u64}", "{.f16x2|.bf16x2}"
+_MODES, _TO_INTS = "{.rn|.rz|.rm|.rp}", "{.rni|.rzi|.rmi|.rpi}"
+# (family, opcodes, number of sources): of the type that the opcode ends with, of conversions from it to the one before.
+FORMS = (
+    ("integer", f"{{add|sub|mul.lo|min|max}}{_INTS}", 2),
+    ("integer", f"mad.lo{_INTS}", 3),
+    ("integer", f"mul.hi{_WORDS}", 2),
+    ("integer", "{neg|abs}{.s32|.s64}", 1),
+    ("integer", "{min|max}.relu.s32", 2),
+    ("bits", "{and|or|xor}{.b16|.b32|.b64}", 2),
+    ("bits", "{not.b32|not.b64|clz.b32|popc.b32|brev.b32|bfind.u32}", 1),
+    ("bits", "prmt.b32", 3),
+    ("float32", f"{{add|sub}}{_MODES}.f32", 2),
+    ("float32", "{add.rn.ftz|mul.rn|mul.rn.ftz|mul.rz|add.rn.sat|mul.rn.sat}.f32", 2),
+    ("float32", "{min|max|min.NaN|max.NaN|max.ftz|copysign|div.rn}.f32", 2),
+    ("float32", "fma.rn{|.ftz}.f32", 3),
+    ("float32", "{neg|abs|rcp.rn|sqrt.rn}.f32", 1),
+    ("float64", "{add|sub|mul|min|max|div.rn}.f64", 2),
+    ("half2", f"{{add.rn|mul.rn|sub.rn|min|max|min.NaN|max.NaN}}{_HALVES}", 2),
+    ("half2", f"fma.rn{{|.relu}}{_HALVES}", 3),
+    ("half2", f"{{neg|abs}}{_HALVES}", 1),
+    ("convert", "cvt{.s32.s8|.u32.u8|.s64.s32|.u64.u32|.u32.u64|.s16.s32|.u16.u32|.s32.s16|.f64.f32}", 1),
+    ("convert", "cvt.sat{.u8.s32|.s8.s32|.u16.s32|.s16.s64|.u32.s64}", 1),
+    ("convert", f"cvt{_MODES}.f32{{.s32|.u32|.f64}}", 1),
+    ("convert", "cvt.rn{.f64.s32|.f64.u32|.f64.s64|.f64.u64|.f32.s64|.f32.u64}", 1),
+    ("convert", f"cvt{_TO_INTS}{{.s32|.u32|.s64|.u64|.f32}}.f32", 1),
+    ("convert", f"cvt{{.rn|.rz}}{{|.relu}}{_HALVES}.f32", 2),
+    ("convert", "cvt{.rn|.rz}{.f16|.bf16}.f32", 1),
+)
+UNITS = {"f32": "f4", "f64": "f8", "f16": "f2", "f16x2": "f2", "bf16": "bf2", "bf16x2": "bf2"}
+IN_REGISTERS = {"s8": "s16", "u8": "u16"}
 
 
 def cases() -> Iterator[Case]:
+    for family, template, count in FORMS:
+        for op, _ in expand(template):
+            *_, before, source = op.split(".")
+            to = before if op.startswith("cvt") else source
+            kinds = (IN_REGISTERS.get(source, source),) * count
+            yield _simple(family, op, kinds, IN_REGISTERS.get(to, to), unit=UNITS.get(to, ""))
     yield from _integer()
     yield from _bits()
-    yield from _float()
     yield from _predicates()
-    yield from _conversions()
+    yield _cancelling()
     yield from _small_formats()
     yield from _approximations()
 
@@ -27,10 +63,7 @@ def _simple(family: str, op: str, sources: tuple[str, ...], result: str, **more:
 
 
 def _integer() -> Iterator[Case]:
-    for kind in ("s16", "u16", *_I32, *_I64):
-        for op in ("add", "sub", "mul.lo", "min", "max"):
-            yield _simple("integer", f"{op}.{kind}", (kind, kind), kind)
-        yield _simple("integer", f"mad.lo.{kind}", (kind, kind, kind), kind)
+    for kind in ("s16", "u16", "s32", "u32", "s64", "u64"):
         nonzero = [values(kind, 512, rng(f"div.{kind}.{i}")) for i in range(2)]
         nonzero[1][nonzero[1] == 0] = 3
         for op in ("div", "rem"):
@@ -38,24 +71,12 @@ def _integer() -> Iterator[Case]:
             if kind[0] == "s":  # the overflow of min / -1 is not defined
                 pair[1][pair[1] == np.iinfo(pair[1].dtype).max] = 5
             yield _simple("integer", f"{op}.{kind}", (kind, kind), kind, data=pair)
-    for kind in ("s32", "u32", "s64", "u64"):
-        yield _simple("integer", f"mul.hi.{kind}", (kind, kind), kind)
     for kind, wide in (("s16", "s32"), ("u16", "u32"), ("s32", "s64"), ("u32", "u64")):
         yield _simple("integer", f"mul.wide.{kind}", (kind, kind), wide)
         yield _simple("integer", f"mad.wide.{kind}", (kind, kind, wide), wide)
-    for kind in ("s32", "s64"):
-        yield _simple("integer", f"neg.{kind}", (kind,), kind)
-        yield _simple("integer", f"abs.{kind}", (kind,), kind)
-    for op in ("min.relu.s32", "max.relu.s32"):
-        yield _simple("integer", op, ("s32", "s32"), "s32")
 
 
 def _bits() -> Iterator[Case]:
-    for op in ("and", "or", "xor"):
-        for kind in ("b16", "b32", "b64"):
-            yield _simple("bits", f"{op}.{kind}", (kind, kind), kind)
-    for kind in ("b32", "b64"):
-        yield _simple("bits", f"not.{kind}", (kind,), kind)
     for op in ("shl.b32", "shr.u32", "shr.s32", "shl.b64", "shr.u64", "shr.s64", "shl.b16", "shr.s16"):
         kind = op.split(".")[1]
         counts = rng(op).integers(0, 80, 512).astype(np.uint32)
@@ -64,51 +85,15 @@ def _bits() -> Iterator[Case]:
         counts = rng(op).integers(0, 70, 512).astype(np.uint32)
         data = [values("b32", 512, rng(op + str(i))) for i in range(2)]
         yield _simple("bits", op, ("b32", "b32", "u32"), "b32", data=[*data, counts])
-    yield _simple("bits", "prmt.b32", ("b32", "b32", "b32"), "b32")
     for table in (0x96, 0xE8, 0x1B, 0xF8, 0x2D):
         code = [f"lop3.b32 %d, %a0, %a1, %a2, {table};"]
         yield elementwise("bits", f"lop3.{table:#x}", code, ("b32", "b32", "b32"), "b32")
-    for op in ("clz.b32", "popc.b32", "brev.b32", "bfind.u32"):
-        yield _simple("bits", op, ("b32",), "b32")
     for op in ("bfe.u32", "bfe.s32"):
         fields = [rng(op + str(i)).integers(0, 34, 512).astype(np.uint32) for i in range(2)]
         yield _simple("bits", op, ("b32", "u32", "u32"), "b32", data=[values("b32", 512, rng(op)), *fields])
     fields = [rng(f"bfi{i}").integers(0, 34, 512).astype(np.uint32) for i in range(2)]
     data = [values("b32", 512, rng(f"bfi.a{i}")) for i in range(2)]
     yield _simple("bits", "bfi.b32", ("b32", "b32", "u32", "u32"), "b32", data=[*data, *fields])
-
-
-def _float() -> Iterator[Case]:
-    for mode in ("rn", "rz", "rm", "rp"):
-        for op in ("add", "sub"):
-            yield _simple("float32", f"{op}.{mode}.f32", ("f32", "f32"), "f32", unit="f4")
-    for op in ("add.rn.ftz.f32", "mul.rn.f32", "mul.rn.ftz.f32", "mul.rz.f32", "add.rn.sat.f32", "mul.rn.sat.f32"):
-        yield _simple("float32", op, ("f32", "f32"), "f32", unit="f4")
-    for op in ("min.f32", "max.f32", "min.NaN.f32", "max.NaN.f32", "max.ftz.f32", "copysign.f32", "div.rn.f32"):
-        yield _simple("float32", op, ("f32", "f32"), "f32", unit="f4")
-    for op in ("fma.rn.f32", "fma.rn.ftz.f32"):
-        yield _simple("float32", op, ("f32", "f32", "f32"), "f32", unit="f4")
-    close = [values("f32", 512, rng(f"fma.close.{i}")) for i in range(2)]
-    exact = close[0].view(np.float32).astype(np.float64) * close[1].view(np.float32)
-    product = -np.clip(exact, -3e38, 3e38).astype(np.float32)
-    cancelling = [*close, product.view(np.uint32)]
-    code = ["fma.rn.f32 %d, %a0, %a1, %a2;"]
-    yield elementwise("float32", "fma.rn.f32.cancel", code, ("f32",) * 3, "f32", unit="f4", data=cancelling)
-    for op in ("neg.f32", "abs.f32", "rcp.rn.f32", "sqrt.rn.f32"):
-        yield _simple("float32", op, ("f32",), "f32", unit="f4")
-    for op in ("add.f64", "sub.f64", "mul.f64", "min.f64", "max.f64", "div.rn.f64"):
-        yield _simple("float64", op, ("f64", "f64"), "f64", unit="f8")
-    for kind in ("f16x2", "bf16x2"):
-        for op in ("add.rn", "mul.rn", "sub.rn", "min", "max", "min.NaN", "max.NaN"):
-            yield _simple("half2", f"{op}.{kind}", (kind, kind), kind, unit=_half(kind))
-        yield _simple("half2", f"fma.rn.{kind}", (kind,) * 3, kind, unit=_half(kind))
-        yield _simple("half2", f"fma.rn.relu.{kind}", (kind,) * 3, kind, unit=_half(kind))
-        yield _simple("half2", f"neg.{kind}", (kind,), kind, unit=_half(kind))
-        yield _simple("half2", f"abs.{kind}", (kind,), kind, unit=_half(kind))
-
-
-def _half(kind: str) -> str:
-    return "f2" if kind in ("f16x2", "f16") else "bf2"
 
 
 def _predicates() -> Iterator[Case]:
@@ -134,49 +119,19 @@ def _predicates() -> Iterator[Case]:
     yield elementwise("predicate", "setp.and", code, ("s32", "s32"), "b32")
 
 
-def _conversions() -> Iterator[Case]:
-    for to, source in (
-        ("s32", "s8"),
-        ("u32", "u8"),
-        ("s64", "s32"),
-        ("u64", "u32"),
-        ("u32", "u64"),
-        ("s16", "s32"),
-        ("u16", "u32"),
-        ("s32", "s16"),
-    ):
-        name, wide = f"cvt.{to}.{source}", source if source not in ("s8", "u8") else "u16"
-        yield elementwise("convert", name, [f"{name} %d, %a0;"], (wide,), to)
-    for to, source in (("u8", "s32"), ("s8", "s32"), ("u16", "s32"), ("s16", "s64"), ("u32", "s64")):
-        name = f"cvt.sat.{to}.{source}"
-        result = {"u8": "u16", "s8": "s16"}.get(to, to)
-        yield elementwise("convert", name, [f"{name} %d, %a0;"], (source,), result)
-    for mode in ("rn", "rz", "rm", "rp"):
-        for source in _I32:
-            yield _simple("convert", f"cvt.{mode}.f32.{source}", (source,), "f32", unit="f4")
-    for source in (*_I32, *_I64):
-        yield _simple("convert", f"cvt.rn.f64.{source}", (source,), "f64", unit="f8")
-    for source in _I64:
-        yield _simple("convert", f"cvt.rn.f32.{source}", (source,), "f32", unit="f4")
-    for mode in ("rni", "rzi", "rmi", "rpi"):
-        for to in (*_I32, *_I64):
-            yield _simple("convert", f"cvt.{mode}.{to}.f32", ("f32",), to)
-        yield _simple("convert", f"cvt.{mode}.f32.f32", ("f32",), "f32", unit="f4")
-    for mode in ("rn", "rz", "rm", "rp"):
-        yield _simple("convert", f"cvt.{mode}.f32.f64", ("f64",), "f32", unit="f4")
-    yield _simple("convert", "cvt.f64.f32", ("f32",), "f64", unit="f8")
-    for mode in ("rn", "rz"):
-        for to, kind in (("f16x2", "f16x2"), ("bf16x2", "bf16x2")):
-            for relu in ("", ".relu"):
-                yield _simple("convert", f"cvt.{mode}{relu}.{to}.f32", ("f32", "f32"), kind, unit=_half(kind))
-        for to in ("f16", "bf16"):
-            yield _simple("convert", f"cvt.{mode}.{to}.f32", ("f32",), "b16", unit=_half(to))
-    codes = np.arange(1024, dtype=np.uint16) * np.uint16(64) + np.uint16(7)
-    yield _simple("convert", "cvt.f32.f16", ("b16",), "f32", unit="f4", data=[codes], count=1024)
-    yield _simple("convert", "cvt.f32.bf16", ("b16",), "f32", unit="f4", data=[codes], count=1024)
+def _cancelling() -> Case:
+    """Sums of products and nearly their negatives."""
+    close = [values("f32", 512, rng(f"fma.close.{i}")) for i in range(2)]
+    exact = close[0].view(np.float32).astype(np.float64) * close[1].view(np.float32)
+    product = -np.clip(exact, -3e38, 3e38).astype(np.float32)
+    code, data = ["fma.rn.f32 %d, %a0, %a1, %a2;"], [*close, product.view(np.uint32)]
+    return elementwise("float32", "fma.rn.f32.cancel", code, ("f32",) * 3, "f32", unit="f4", data=data)
 
 
 def _small_formats() -> Iterator[Case]:
+    codes = np.arange(1024, dtype=np.uint16) * np.uint16(64) + np.uint16(7)
+    for kind in ("f16", "bf16"):
+        yield _simple("convert", f"cvt.f32.{kind}", ("b16",), "f32", unit="f4", data=[codes], count=1024)
     pairs = (np.arange(256, dtype=np.uint16) << np.uint16(8)) | np.arange(255, -1, -1, dtype=np.uint16)
     for kind in ("e4m3x2", "e5m2x2"):
         for relu in ("", ".relu"):
@@ -226,12 +181,5 @@ def _approximations() -> Iterator[Case]:
         ("cos.approx.ftz.f32", small),
     ):
         yield _simple("approx", op, ("f32",), "f32", unit=f"near:{op.split('.')[0]}", data=[data.view(np.uint32)])
-    yield _simple(
-        "approx",
-        "div.full.f32",
-        ("f32", "f32"),
-        "f32",
-        unit="f4",
-        ulps=2,
-        data=[moderate.view(np.uint32), positive.view(np.uint32)],
-    )
+    pair = [moderate.view(np.uint32), positive.view(np.uint32)]
+    yield _simple("approx", "div.full.f32", ("f32", "f32"), "f32", unit="f4", ulps=2, data=pair)
