@@ -209,6 +209,21 @@ def decode_errors(device: torch.device, group: Any) -> None:
         wrapper.run(shards.q, shards.cache, out=torch.empty(2, 4, 64, device=device))
     with pytest.raises(ArgumentError, match="lse must be contiguous"):
         wrapper.run(shards.q, shards.cache, lse=torch.empty(4, 2, device=device).t())
+    memory = torch.zeros(2, 4, 64, device=device, dtype=torch.bfloat16)
+    for options, shared in (
+        ({"out": shards.q}, "out must not share memory with q"),
+        ({"out": shards.cache[1].view(-1)[: memory.numel()].view(memory.shape)}, "out must not share memory with v"),
+        (
+            {"out": memory, "lse": memory.view(-1)[:16].view(torch.float32).view(2, 4)},
+            "lse must not share memory with out",
+        ),
+        (
+            {"lse": wrapper._local._float_workspace_buffer[:32].view(torch.float32).view(2, 4)},
+            "lse must not share memory with the workspace",
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=shared):
+            wrapper.run(shards.q, shards.cache, **options)
     with pytest.raises(ArgumentError, match=r"sinks must have shape \[num_qo_heads\]"):
         wrapper.run(shards.q, shards.cache, sinks=torch.zeros(3, device=device))
     with pytest.raises(ArgumentTypeError, match="group must be a"):
