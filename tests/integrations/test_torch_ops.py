@@ -1,9 +1,10 @@
-"""Public calls under torch.compile, as operators of torch.library, on CPU tensors."""
+"""Public calls under torch.compile, as operators of torch.library."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import inspect
 import runpy
 import shutil
@@ -22,6 +23,7 @@ import cute_attn
 from cute_attn.ops import register, trace
 from cute_attn.ops.declare import DECLARED
 from tests.support import torch_ops
+from tests.support.executors import GPU_MARKS, needs_gpu
 from tests.support.torch_ops import CASES, Call, assert_same, fresh_dynamo
 
 __all__ = ["fresh_dynamo"]  # a fixture
@@ -53,11 +55,19 @@ def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options
 
 # ---- all operators
 
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="inductor needs triton")
+BACKENDS = [
+    ("cpu", "aot_eager"),
+    pytest.param("cuda", "aot_eager", marks=GPU_MARKS),
+    pytest.param("cuda", "inductor", marks=(*GPU_MARKS, NEEDS_TRITON)),
+]
+
 
 @pytest.mark.parametrize("name", CASES)
-def test_compiled_calls_are_eager_calls(name: str) -> None:
-    call = CASES[name]("cpu")
-    assert_same(call, compiled(call.function))
+@pytest.mark.parametrize(("device", "backend"), BACKENDS)
+def test_compiled_calls_are_eager_calls(name: str, device: str, backend: str) -> None:
+    call = CASES[name](device)
+    assert_same(call, compiled(call.function, backend), exact=device == "cpu")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -240,3 +250,43 @@ def test_a_handle_does_not_keep_its_wrapper() -> None:
     gc.collect()
     with pytest.raises(cute_attn.RuntimeArgumentError, match=f"handle {handle} stands for no batch wrapper"):
         run(handle, o_dtype, [], None, *flat)
+
+
+# ---- CUDA graphs
+
+
+@needs_gpu
+@NEEDS_TRITON
+def test_cuda_graphs_of_inductor_see_new_plans() -> None:
+    """mode="reduce-overhead" captures a run; its replays compute what the wrapper is planned for then."""
+    batch, pages = len(torch_ops.KV_LENS), sum(torch_ops.page_counts())
+    buffers = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (batch + 1, pages, batch)]
+    wrapper = cute_attn.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(torch_ops.workspace("cuda"), *buffers)
+    heads = torch_ops.HEADS, torch_ops.KV_HEADS, torch_ops.DIM, torch_ops.PAGE
+    indptr, indices, last = torch_ops.page_arguments("cuda")
+    q, cache = torch_ops.queries("cuda", batch), torch_ops.pages("cuda")
+    plain = torch_ops.planned_decode("cuda")
+    wrapper.plan(indptr, indices, last, *heads, q_data_type=torch_ops.BF16)
+    wrapper.run(q, cache)  # a run before any capture
+    function = compiled(lambda q: wrapper.run(q * 2, cache) + 1, "inductor", mode="reduce-overhead")
+    for step in range(6):
+        lengths = (last - step % 3).clamp(min=1)
+        wrapper.plan(indptr, indices, lengths, *heads, q_data_type=torch_ops.BF16)
+        plain.plan(indptr, indices, lengths, *heads, q_data_type=torch_ops.BF16)
+        torch.compiler.cudagraph_mark_step_begin()
+        got = function(q).clone()
+        # The sum cancels: an output that rounds otherwise in another schedule differs by its own ulp.
+        torch.testing.assert_close(got, plain.run(q * 2, cache) + 1, rtol=2**-7, atol=2**-7)
+
+
+@needs_gpu
+def test_a_wrapper_without_cuda_graphs_is_not_captured() -> None:
+    wrapper = torch_ops.planned_decode("cuda")
+    q, cache = torch_ops.queries("cuda", len(torch_ops.KV_LENS)), torch_ops.pages("cuda")
+    function = compiled(lambda q: wrapper.run(q, cache), "eager")
+    function(q)
+    with (
+        pytest.raises(cute_attn.RuntimeArgumentError, match="make the wrapper with use_cuda_graph=True"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        function(q)
