@@ -133,9 +133,12 @@ class Captured:
         for target in (*self.kv, *self.scales):
             blank(target)
         self.arguments = {**run_arguments(case, inputs), "kv_cache_sf": tuple(self.scales) or None}
-        self.wrapper.plan(**plan_arguments(case, inputs), **self.promises)
+        self.plan(case, inputs)
         self.run()
         (self.out, self.lse), self.again = capture(self.run)
+
+    def plan(self, case: BatchCase, inputs: BatchInputs) -> None:
+        self.wrapper.plan(**plan_arguments(case, inputs), **self.promises)
 
     def halves(self, inputs: BatchInputs) -> Any:
         return inputs.kv if self.case.kind == "ragged" else inputs.kv[0]
@@ -158,7 +161,7 @@ class Captured:
             self.arguments["sinks"].copy_(inputs.sinks)
         self.out.fill_(torch.nan)
         self.lse.fill_(torch.nan)
-        self.wrapper.plan(**plan_arguments(case, inputs), **self.promises)
+        self.plan(case, inputs)
         self.again()
         assert_right(case, inputs, self.out[: case.rows], self.lse[: case.rows])
         assert self.out[case.rows :].isnan().all()
