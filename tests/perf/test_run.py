@@ -201,19 +201,6 @@ def test_a_peer_that_breaks_the_context_costs_its_own_result_alone(machine: dict
     assert record["failed_rows"] == {}
 
 
-def test_sections_of_the_anchors() -> None:
-    assert {name: len(section.workloads) for name, section in ANCHORS.items()} == {
-        "prefill": 24,
-        "decode": 24,
-        "behind-prefill": 3,
-        "behind-decode": 5,
-        "other-prefill": 7,
-        "other-decode": 15,
-    }
-    names = [w.name for section in ANCHORS.values() for w in section.workloads]
-    assert len(set(names)) == len(names)
-
-
 def test_groups_and_sections_are_chosen_by_name() -> None:
     assert all(name in SECTIONS for names in GROUPS.values() for name in names)
     chosen = run.chosen_sections(["anchors", "vit", "prefill", "random"], ["d64"], seed=3)
