@@ -1,4 +1,4 @@
-"""The host side of fa2, of single requests and of batches: splits, launches and their parameters. Numbers: `tests/emulator`."""
+"""The host side of fa2: splits, launches and their parameters. Numbers of the kernels: `tests/emulator`."""
 
 from __future__ import annotations
 
