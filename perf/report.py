@@ -114,7 +114,7 @@ def overhead_tables(record: Record) -> list[str]:
 
 
 def call_tables(record: Record) -> list[str]:
-    """Returns the table of `perf.append` or `perf.latent`: microseconds of each candidate, ratio to the best peer, rates of
+    """Returns the table of `perf.append` or `perf.latent`: microseconds of candidates, ratio to the best peer, rates of
     ours; then why some have none.
     """
     rows = record["append"] if "append" in record else record["latent"]
