@@ -117,7 +117,8 @@ def test_arguments_reach_the_operator_as_they_are(name: str, monkeypatch: pytest
 
 
 def test_positions_that_no_operator_takes() -> None:
-    wrapper, q, cache = torch_ops.planned_paged("cpu"), torch_ops.queries("cpu"), torch_ops.pages("cpu")
+    tokens = torch_ops.tokens("cpu")
+    wrapper, q, cache = torch_ops.planned("Prefill", tokens, causal=True), tokens.q, tokens.caches()
     for positional in ((0.5, 2.0), (None, q), (q, None, True)):
         with pytest.raises(Exception, match=r"torch\.compile takes tensors, and one number after them"):
             compiled(lambda *args: wrapper.run(q, cache, *args))(*positional)
@@ -174,23 +175,25 @@ def test_dynamic_batches_of_decode() -> None:
         return cute_attn.xqa_batch_decode_with_kv_cache(q, cache, scratch, tables, lens, longest, return_lse=True)
 
     traced = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
-    cache, scratch = torch_ops.pages("cpu"), torch_ops.workspace("cpu")
+    tokens, scratch = torch_ops.tokens("cpu"), torch_ops.workspace("cpu")
     for batch, longest in ((3, 32), (2, 31)):
-        tables, lens = (x[:batch] for x in torch_ops.tables("cpu"))
-        tensors = torch_ops.queries("cpu", batch), cache, scratch, tables, lens, longest
+        q, tables, lens = (x[:batch] for x in (tokens.q, tokens.block_tables(), tokens.seq_lens))
+        tensors = q, torch.stack(tokens.caches(), 1), scratch, tables, lens, longest
         for got, want in zip(traced(*tensors), function(*tensors), strict=True):
             assert torch.equal(got, want)
 
 
 def test_an_append_is_seen_by_the_run_after_it() -> None:
-    wrapper = torch_ops.planned_decode("cpu")
+    tokens = torch_ops.tokens("cpu")
+    wrapper, (k, v) = torch_ops.planned("Decode", tokens), torch_ops.operands("cpu", 6, 6)[1:]
 
     def step(q: Any, k: Any, v: Any, batch: Any, positions: Any, cache: Any, *pages: Any) -> Any:
         cute_attn.append_paged_kv_cache(k, v, batch, positions, cache, *pages)
         return wrapper.run(q * 2, cache) + 1
 
-    arguments = (*torch_ops.appended("cpu"), torch_ops.pages("cpu"), *torch_ops.on("cpu"))
-    call = Call(step, (torch_ops.queries("cpu", 3), *arguments))
+    where = cute_attn.get_batch_indices_positions(tokens.qo_indptr, tokens.seq_lens, 6)
+    pages = torch.stack(tokens.caches(), 1), tokens.kv_indices, tokens.kv_indptr, tokens.last_page_len
+    call = Call(step, (tokens.q[:3], k, v, *where, *pages))
     assert_same(call, compiled(step))
     untouched = wrapper.run(call.tensors[0] * 2, call.tensors[5]) + 1
     assert not torch.equal(step(*call.with_own_tensors()), untouched)
@@ -229,7 +232,7 @@ def test_gradients_are_refused() -> None:
 def test_a_run_needs_a_plan() -> None:
     wrapper = cute_attn.BatchDecodeWithPagedKVCacheWrapper(torch_ops.workspace("cpu"))
     with pytest.raises(Exception, match=r"plan\(\) must come before run\(\) is traced"):
-        compiled(wrapper.run)(torch_ops.queries("cpu", 3), torch_ops.pages("cpu"))
+        compiled(wrapper.run)(torch_ops.tokens("cpu").q[:3], torch_ops.tokens("cpu").caches())
 
 
 def test_errors_of_the_call_are_those_of_the_eager_call() -> None:
@@ -239,10 +242,10 @@ def test_errors_of_the_call_are_those_of_the_eager_call() -> None:
 
 
 def test_a_handle_does_not_keep_its_wrapper() -> None:
-    wrapper = torch_ops.planned_decode("cpu")
+    tokens = torch_ops.tokens("cpu")
+    wrapper, q, cache = torch_ops.planned("Decode", tokens), tokens.q[:3], torch.stack(tokens.caches(), 1)
     handle, o_dtype = wrapper._handle, wrapper._o_dtype
     run = register.OPERATORS["paged_decode_run"]
-    q, cache = torch_ops.queries("cpu", 3), torch_ops.pages("cpu")
     flat = [q, [cache], *[None] * 8, False, None, None, None, None, None, None]
     expected = wrapper.run(q, cache)
     assert torch.equal(run(handle, o_dtype, [], None, *flat)[0], expected)
@@ -259,18 +262,17 @@ def test_a_handle_does_not_keep_its_wrapper() -> None:
 @NEEDS_TRITON
 def test_cuda_graphs_of_inductor_see_new_plans() -> None:
     """mode="reduce-overhead" captures a run; its replays compute what the wrapper is planned for then."""
-    batch, pages = len(torch_ops.KV_LENS), sum(torch_ops.page_counts())
-    buffers = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (batch + 1, pages, batch)]
+    tokens = torch_ops.tokens("cuda")
+    q, cache, indptr, indices = tokens.q[:3], tokens.caches(), tokens.kv_indptr, tokens.kv_indices
+    buffers = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (4, len(indices), 3)]
     wrapper = cute_attn.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(torch_ops.workspace("cuda"), *buffers)
     heads = torch_ops.HEADS, torch_ops.KV_HEADS, torch_ops.DIM, torch_ops.PAGE
-    indptr, indices, last = torch_ops.page_arguments("cuda")
-    q, cache = torch_ops.queries("cuda", batch), torch_ops.pages("cuda")
-    plain = torch_ops.planned_decode("cuda")
-    wrapper.plan(indptr, indices, last, *heads, q_data_type=torch_ops.BF16)
+    plain = torch_ops.planned("Decode", tokens)
+    wrapper.plan(indptr, indices, tokens.last_page_len, *heads, q_data_type=torch_ops.BF16)
     wrapper.run(q, cache)  # a run before any capture
     function = compiled(lambda q: wrapper.run(q * 2, cache) + 1, "inductor", mode="reduce-overhead")
     for step in range(6):
-        lengths = (last - step % 3).clamp(min=1)
+        lengths = (tokens.last_page_len - step % 3).clamp(min=1)
         wrapper.plan(indptr, indices, lengths, *heads, q_data_type=torch_ops.BF16)
         plain.plan(indptr, indices, lengths, *heads, q_data_type=torch_ops.BF16)
         torch.compiler.cudagraph_mark_step_begin()
@@ -281,8 +283,8 @@ def test_cuda_graphs_of_inductor_see_new_plans() -> None:
 
 @needs_gpu
 def test_a_wrapper_without_cuda_graphs_is_not_captured() -> None:
-    wrapper = torch_ops.planned_decode("cuda")
-    q, cache = torch_ops.queries("cuda", len(torch_ops.KV_LENS)), torch_ops.pages("cuda")
+    tokens = torch_ops.tokens("cuda")
+    wrapper, q, cache = torch_ops.planned("Decode", tokens), tokens.q[:3], tokens.caches()
     function = compiled(lambda q: wrapper.run(q, cache), "eager")
     function(q)
     with (

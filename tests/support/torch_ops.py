@@ -10,13 +10,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import cute_attn
-from tests.support.engine_case import workspace
+from tests.support.engine_case import Batch, Tokens, workspace
 from tests.support.entry_points import ENTRIES, NEW_RESULTS, Entry
 
 BF16 = torch.bfloat16
 E4M3 = torch.float8_e4m3fn
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
-QO_LENS, KV_LENS = (3, 1, 2), (20, 16, 5)
 
 
 class Call(NamedTuple):
@@ -66,10 +65,6 @@ def case(make: Case) -> Case:
 def random(device: str, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, generator=generator).to(dtype).to(device)
-
-
-def ints(device: str, *values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def starts(lengths: Any) -> torch.Tensor:
@@ -137,37 +132,6 @@ def single_prefill_by_position(device: str) -> Call:
     return Call(function, (*operands(device), random(device, 5, 9) > -0.5))
 
 
-def page_counts() -> list[int]:
-    return [-(-length // PAGE) for length in KV_LENS]
-
-
-def pages(device: str, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return random(device, sum(page_counts()) + 1, 2, PAGE, KV_HEADS, DIM).to(dtype)
-
-
-def page_arguments(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    last = [length - (count - 1) * PAGE for length, count in zip(KV_LENS, page_counts(), strict=True)]
-    indices = torch.arange(sum(page_counts()), 0, -1, dtype=torch.int32, device=device)
-    return starts(page_counts()), indices, torch.tensor(last, dtype=torch.int32)
-
-
-def planned_paged(device: str, **options: Any) -> Any:
-    wrapper = cute_attn.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
-    options = {"causal": True, "q_data_type": BF16, **options}
-    wrapper.plan(starts(QO_LENS), *page_arguments(device), HEADS, KV_HEADS, DIM, PAGE, **options)
-    return wrapper
-
-
-def planned_decode(device: str, **options: Any) -> Any:
-    wrapper = cute_attn.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
-    wrapper.plan(*page_arguments(device), HEADS, KV_HEADS, DIM, PAGE, q_data_type=BF16, **options)
-    return wrapper
-
-
-def queries(device: str, rows: int = sum(QO_LENS)) -> torch.Tensor:
-    return random(device, rows, HEADS, DIM)
-
-
 @case
 def sink_run(device: str) -> Call:
     call = of(ENTRIES["paged with sinks"], True)(device)
@@ -177,10 +141,6 @@ def sink_run(device: str) -> Call:
         .made.run
     )
     return Call(lambda q, k, v, sinks: run(q, (k, v), sinks, 0.2), call.tensors, call.names)
-
-
-def tables(device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return ints(device, [4, 1], [2, 0], [3, 0]), ints(device, *KV_LENS)
 
 
 @case
@@ -198,18 +158,17 @@ def trtllm_batch_decode(device: str) -> Call:
     return Call(function, call.tensors, call.names)
 
 
-def appended(device: str) -> tuple[torch.Tensor, ...]:
-    rows = sum(QO_LENS)
-    positions = [length - count + i for length, count in zip(KV_LENS, QO_LENS, strict=True) for i in range(count)]
-    batch = [i for i, count in enumerate(QO_LENS) for _ in range(count)]
-    return (
-        random(device, rows, KV_HEADS, DIM),
-        random(device, rows, KV_HEADS, DIM).neg(),
-        ints(device, *batch),
-        ints(device, *positions),
-    )
+# ---- batches over pages
 
 
-def on(device: str) -> list[torch.Tensor]:
-    indptr, indices, last = page_arguments(device)
-    return [x.to(device) for x in (indices, indptr, last)]
+def tokens(device: str) -> Tokens:
+    return Tokens(Batch((3, 1, 2), (20, 16, 5), (HEADS, KV_HEADS), DIM, page_size=PAGE), device)
+
+
+def planned(kind: str, tokens: Tokens, **options: Any) -> Any:
+    """A wrapper for paged caches, "Prefill" or "Decode", with a plan."""
+    wrapper = getattr(cute_attn, f"Batch{kind}WithPagedKVCacheWrapper")(workspace(tokens.device))
+    bounds = (tokens.qo_indptr, tokens.kv_indptr) if kind == "Prefill" else (tokens.kv_indptr,)
+    sizes = HEADS, KV_HEADS, DIM, PAGE
+    wrapper.plan(*bounds, tokens.kv_indices, tokens.last_page_len, *sizes, q_data_type=BF16, **options)
+    return wrapper
