@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -126,24 +126,25 @@ def test_input_sets_exceed_twice_the_l2() -> None:
         assert w.num_sets(l2_bytes) * w.bytes > 2 * l2_bytes >= (w.num_sets(l2_bytes) - 1) * w.bytes
 
 
-class FakeReplay:
-    def __init__(self, name: str, launches: int) -> None:
-        self.name, self.launches = name, launches
+class FakeReplay(NamedTuple):
+    name: str
+    launches: int
 
 
 class FakeTimer:
-    """Timer whose launches take `speeds` (ms, by what the call returns), with a jitter of 0, +10 %, -10 % in turn."""
+    """Timer whose launches take `speeds` (ms, by candidate), with a jitter of 0, +10 %, -10 % in turn. Candidates are
+    told by the order of captures, two of each: a probe and the real one.
+    """
 
     def __init__(self, speeds: dict[str, float]) -> None:
         self.speeds = speeds
         self.order: list[str] = []
-        self.walked: list[list[str]] = []
+        self.walked: list[list[Any]] = []
         self.runs = 0
 
     def capture(self, calls: Sequence[Callable[[], Any]], launches: int) -> FakeReplay:
-        walked = [calls[i % len(calls)]() for i in range(launches)]
-        self.walked.append(walked)
-        return FakeReplay(walked[0].rstrip("0123456789"), launches)
+        self.walked.append([calls[i % len(calls)]() for i in range(launches)])
+        return FakeReplay(list(self.speeds)[(len(self.walked) - 1) // 2], launches)
 
     def run(self, replays: Sequence[Any]) -> list[float]:
         self.runs += 1
@@ -206,18 +207,8 @@ def test_checked_rows_are_distinct_and_exist(qo_len: int) -> None:
     assert max(rows) < qo_len
 
 
-class SdpaTimer(FakeTimer):
-    """Timer that names replays by the order of capture: two captures (probe and real) per candidate."""
-
-    def capture(self, calls: Sequence[Callable[[], Any]], launches: int) -> FakeReplay:
-        for call in calls:
-            call()
-        self.walked.append([])
-        return FakeReplay(list(self.speeds)[(len(self.walked) - 1) // 2], launches)
-
-
 def test_ceilings_from_times() -> None:
-    timer = SdpaTimer({"sum": 2.0, "max": 1.0, "copy": 4.0, "gemm": 0.5})
+    timer = FakeTimer({"sum": 2.0, "max": 1.0, "copy": 4.0, "gemm": 0.5})
     found = ceilings(timer, CPU, read_bytes=1 << 20, gemm_size=64)
     assert found["read"] == pytest.approx((1 << 20) / 1e-3 / 1e9)  # the faster of two ways to read
     assert found["copy"] == pytest.approx(2 * (1 << 20) / 4e-3 / 1e9)
@@ -340,7 +331,7 @@ def row_of_fakes() -> dict[str, Any]:
         "peer C": absent,
         "peer D": bind(0.0),
     }
-    timer = SdpaTimer({"cute_attn": 1.0, "peer A": 1.25, "peer D": 2.0})
+    timer = FakeTimer({"cute_attn": 1.0, "peer A": 1.25, "peer D": 2.0})
     return bench.run_row(SMALL, binds, timer, CEILINGS, CPU, l2_bytes=1 << 16, rounds=9)
 
 
