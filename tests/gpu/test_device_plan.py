@@ -29,7 +29,7 @@ from tests.support.batch_case import (
 )
 from tests.support.device_plan import moved
 from tests.support.device_schedules import cases, difference
-from tests.support.graphs import Captured, Pair, cuda_graph, without_synchronising
+from tests.support.graphs import Captured, Results, cuda_graph, without_synchronising
 from tests.support.right import assert_right
 
 pytestmark = marks.SM80
@@ -106,7 +106,7 @@ class Replanned(Captured):
                 self.arrays[name][: len(x)] = x
         super().__init__(case, "cuda", self.captured_after_a_plan if planned_first else cuda_graph, backend=backend)
 
-    def captured_after_a_plan(self, run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
+    def captured_after_a_plan(self, run: Callable[[], Results]) -> tuple[Results, Callable[[], None]]:
         """Of a plan in another workspace, which no run has met."""
         self.wrapper.reset_workspace_buffer(torch.empty_like(self.wrapper._float_workspace_buffer))
         self.wrapper.plan(**self.arrays)
@@ -119,7 +119,7 @@ class Replanned(Captured):
         if not self.with_plan:
             self.wrapper.plan(**self.arrays)
 
-    def run(self) -> Pair:
+    def run(self) -> Results:
         if self.with_plan:
             self.wrapper.plan(**self.arrays)
         return super().run()

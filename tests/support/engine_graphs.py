@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tests.support.batch_case import BatchCase, BatchInputs, Request, heads, make, plan_arguments
-from tests.support.graphs import blank, graph_wrapper
-from tests.support.right import assert_right
-
-Capture = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
+from tests.support.batch_case import BatchCase, BatchInputs, Request, heads, plan_arguments
+from tests.support.graphs import Capture, Captured, Results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,47 +48,24 @@ def sliced(inputs: BatchInputs, num_qo_heads: int, num_kv_heads: int) -> BatchIn
     return dataclasses.replace(inputs, requests=requests, q=inputs.q[:, :num_qo_heads].contiguous(), kv=kv)
 
 
-class CapturedLayers:
-    """`case` has the most heads of any layer, and is the largest batch: no replay has more rows or keys."""
+class CapturedLayers(Captured):
+    """Runs of `forward` under one plan. `case` has the most heads of any layer."""
 
     def __init__(
         self, case: BatchCase, device: str, capture: Capture, layers: tuple[Layer, ...] = LAYERS, **arguments: Any
     ) -> None:
-        self.planned, self.device, self.layers = case, device, layers
-        pages = len(case.kv_lens) * -(-max(case.kv_lens) // case.page_size)
-        self.wrapper: Any = graph_wrapper(case, device, pages, 0, **arguments)[0]
-        inputs = make(case, device)
-        self.tensors = [self.operands(sliced(inputs, x.num_qo_heads, x.num_kv_heads)) for x in layers]
-        self.plan(case, inputs)
-        self.run()  # settles what the plan left open
-        self.results, self.again = capture(self.run)
+        self.layers = layers
+        super().__init__(case, device, capture, **arguments)
+
+    def layers_of(self, case: BatchCase, inputs: BatchInputs) -> list[tuple[BatchCase, BatchInputs]]:
+        return [(x.case(case), sliced(inputs, x.num_qo_heads, x.num_kv_heads)) for x in self.layers]
 
     def plan(self, case: BatchCase, inputs: BatchInputs) -> None:
         self.wrapper.begin_forward(**plan_arguments(case, inputs))
 
-    def operands(self, inputs: BatchInputs) -> list[torch.Tensor]:
-        return [inputs.q, *(inputs.kv if self.planned.kind == "ragged" else inputs.kv[0])]
-
-    def run(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def run(self) -> Results:
         results = []
-        for layer, (q, *kv) in zip(self.layers, self.tensors, strict=True):
-            cache = kv if self.planned.kind == "ragged" else (tuple(kv),)
-            results.append(self.wrapper.forward_return_lse(q, *cache, **layer.arguments(self.planned)))
+        for layer, (q, *kv) in zip(self.layers, self.targets, strict=True):
+            cache = kv if self.case.kind == "ragged" else (tuple(kv),)
+            results.append(self.wrapper.forward_return_lse(q, *cache, **layer.arguments(self.case)))
         return results
-
-    def replay(self, case: BatchCase) -> None:
-        """Plan other lengths once, replay all layers, and compare each."""
-        inputs = make(case, self.device)
-        self.plan(case, inputs)
-        for layer, targets, (out, lse) in zip(self.layers, self.tensors, self.results, strict=True):
-            for target, source in zip(
-                targets, self.operands(sliced(inputs, layer.num_qo_heads, layer.num_kv_heads)), strict=True
-            ):
-                blank(target)
-                target[: len(source)].copy_(source)
-            out.fill_(torch.nan)
-            lse.fill_(torch.nan)
-        self.again()
-        for layer, (out, lse) in zip(self.layers, self.results, strict=True):
-            tensors = sliced(inputs, layer.num_qo_heads, layer.num_kv_heads)
-            assert_right(layer.case(case), tensors, out[: case.rows], lse[: case.rows])
