@@ -23,6 +23,7 @@ import cute_attn
 from cute_attn.ops import register, trace
 from cute_attn.ops.declare import DECLARED
 from tests.support import torch_ops
+from tests.support.engine_case import ends
 from tests.support.executors import GPU_MARKS, needs_gpu
 from tests.support.torch_ops import CASES, Call, assert_same, fresh_dynamo
 
@@ -141,7 +142,7 @@ def test_new_plans_need_no_new_graph() -> None:
 
     def plan(qo_lens: list[int], kv_lens: list[int], **options: Any) -> None:
         heads = torch_ops.HEADS, torch_ops.KV_HEADS, torch_ops.DIM
-        lengths = torch_ops.starts(qo_lens), torch_ops.starts(kv_lens)
+        lengths = ends(qo_lens), ends(kv_lens)
         wrapper.plan(*lengths, *heads, causal=True, q_data_type=torch.bfloat16, **options)
 
     counter = CompileCounter()

@@ -28,7 +28,7 @@ from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, spl
 from cute_attn.integrations.vllm.support import Layer
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support.emulated_calls import emulated_append
-from tests.support.engine_case import Graph
+from tests.support.engine_case import Graph, ends
 from tests.support.executors import DEVICES, needs_gpu
 from tests.support.noted import noted
 from tests.support.vllm_case import UNTOUCHED, Step, assert_near
@@ -292,10 +292,6 @@ def test_caches_of_another_packing_are_refused() -> None:
 # ---- the batch
 
 
-def starts(*lengths: int) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
-
-
 @pytest.mark.parametrize(
     ("lengths", "tokens", "threshold", "expected"),
     [
@@ -311,7 +307,7 @@ def starts(*lengths: int) -> torch.Tensor:
     ],
 )
 def test_split(lengths: tuple[int, ...], tokens: int, threshold: int, expected: tuple[Any, ...]) -> None:
-    assert split_decodes(starts(*lengths), len(lengths), tokens, max(lengths), threshold) == expected
+    assert split_decodes(ends(lengths), len(lengths), tokens, max(lengths), threshold) == expected
 
 
 def test_lengths_come_from_the_host_where_the_bound_is_exact() -> None:
@@ -325,7 +321,7 @@ def test_lengths_come_from_the_host_where_the_bound_is_exact() -> None:
         def __exit__(self, *_: object) -> None: ...
 
     def lengths(first: int, exact: Any, padding: int = 0) -> list[int]:
-        loc = starts(2, 4, 6 - padding)
+        loc = ends((2, 4, 6 - padding))
         if padding:
             loc[3] = loc[2]
         batch = Batch(3, 12, loc, loc, on_device, torch.zeros(3, 1, dtype=torch.int32), bound, exact, Sync)

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import cute_attn
+from tests.support.dense_attention import random
 from tests.support.engine_case import Batch, Tokens, workspace
 from tests.support.entry_points import ENTRIES, NEW_RESULTS, Entry
 
@@ -62,21 +63,10 @@ def case(make: Case) -> Case:
     return make
 
 
-def random(device: str, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator).to(dtype).to(device)
-
-
-def starts(lengths: Any) -> torch.Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
 def operands(device: str, qo_len: int = 5, kv_len: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        random(device, qo_len, HEADS, DIM),
-        random(device, kv_len, KV_HEADS, DIM),
-        random(device, kv_len, KV_HEADS, DIM).neg(),
-    )
+    sizes = enumerate(((qo_len, HEADS), (kv_len, KV_HEADS), (kv_len, KV_HEADS)))
+    q, k, v = (random(*size, DIM, dtype=BF16, device=device, seed=i) for i, size in sizes)
+    return q, k, v
 
 
 # ---- calls of `entry_points`
@@ -129,7 +119,7 @@ def single_prefill_by_position(device: str) -> Call:
         nothing = (None,) * 4
         return cute_attn.single_prefill_with_kv_cache(q, k, v, *nothing, mask, None, False, "NHD", "ALIBI")
 
-    return Call(function, (*operands(device), random(device, 5, 9) > -0.5))
+    return Call(function, (*operands(device), random(5, 9, device=device) > -0.5))
 
 
 @case
