@@ -172,33 +172,12 @@ def test_decode(name: str, captured: bool, device: str) -> None:
     steps_of_decode([cases((1,) * 3, LENGTHS, device, **batch)], captured, forward, plan)
 
 
-def test_layers_of_other_scales_and_caps(device: str) -> None:
-    """Layers of a step after one `begin_forward`."""
-    (tokens,) = cases((1,) * 4, [(33, 1, 16, 70)], device)
-    wrapper = Buffers(tokens).decode(captured=False)
-    begin_decode(wrapper, tokens)
-    for options in ({"sm_scale": SCALE, "logits_soft_cap": 2.0}, {"sm_scale": 0.2}) * 2:
-        out = wrapper.forward(tokens.q, tokens.pool(), **{**UNSCALED, **options})
-        assert_close(out, tokens.solved(**options))
-
-
 @CAPTURED
 def test_sliding_windows(captured: bool, device: str) -> None:
     """Two wrappers, of which one has the window's keys alone."""
     steps = cases((1,) * 3, LENGTHS, device)
     near = [tokens.newest([min(n, WINDOW + 1) for n in tokens.batch.kv_lens]) for tokens in steps]
     steps_of_decode([near, steps], captured, {"sm_scale": SCALE})
-
-
-def test_planned_for_more_heads_than_a_layer_has(device: str) -> None:
-    """SGLang plans with the most heads of any layer."""
-    (tokens,), (planned,) = (cases((1,) * 4, [(33, 1, 16, 70)], device, heads=heads) for heads in ((4, 2), (8, 2)))
-    wrapper = Buffers(planned).decode(captured=False)
-    begin_decode(wrapper, planned)
-    tokens.kv_indices, tokens.pages, tokens.slots = planned.kv_indices, planned.pages, planned.slots
-    for layer in (planned, tokens, planned):
-        out = wrapper.forward(layer.q, layer.pool(), sm_scale=SCALE, **UNSCALED)
-        assert_close(out, layer.expected(SCALE)[0])
 
 
 def test_steps_of_a_draft(device: str) -> None:
