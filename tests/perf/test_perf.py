@@ -24,20 +24,13 @@ from perf.machine import UnavailableError
 from perf.peers import PEERS, Peer
 from perf.rows import ANCHORS, SECTIONS
 from perf.workloads import BatchInputs, BatchWorkload, equal, one_request
-from tests.perf import ENVIRONMENT, assert_right, our_candidates
+from tests.perf import BATCHES, ENVIRONMENT, assert_right, our_candidates
 from tests.support.dense_attention import attention, seen
 
 DTYPES = ("bfloat16", "e4m3")
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SMALL = one_request(96, 128, 4, 2, 64, 64, causal=True, dtype="float16")
-BATCHES = [
-    equal(2, 40, 40, (4, 2), 64, causal=True),
-    BatchWorkload((3, 20), (50, 20), 4, 2, 64, 16, causal=True),
-    BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16),
-    BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16, window_left=15, sinks=True),
-    BatchWorkload((3, 20), (9, 20), 4, 2, 64, 16, causal=True, window_left=2),
-]
 CEILINGS = {"read": 4000.0, "copy": 4000.0, "gemm": 700.0}
 
 
