@@ -25,7 +25,6 @@ from cute_attn.problem import GraphLimits, Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule.records import ITEM_INTS
 from tests.support.backend_problems import Built, build
 from tests.support.batch_case import (
     BatchCase,
@@ -176,20 +175,6 @@ def launched(case: BatchCase) -> Built:
     built = build(case)
     planned(built)(built.problem)
     return built
-
-
-def test_keys_are_cut_and_merged() -> None:
-    built = launched(dataclasses.replace(LONG, v_scale=2.0, sinks=True, lse_base="ln"))
-    main, combine = NamedLaunch.fired
-    assert main.stream == combine.stream == STREAM
-    assert combine.params.rows_per_merge == 3  # the rows of one token
-    assert combine.params.slot_rows == TILE.rows
-    rows = built.limits.workspace_bytes // (LONG.num_kv_heads * TILE.rows * 4 * 65) * LONG.num_kv_heads * TILE.rows
-    assert combine.params.lse_partial - combine.params.o_partial == rows * 4 * 64  # behind the outputs of all partials
-    assert (main.params.o_partial, main.params.lse_partial) == (combine.params.o_partial, combine.params.lse_partial)
-    assert combine.params.merges - main.params.items == 4 * ITEM_INTS * (main.grid[0] // LONG.num_kv_heads)
-    assert isinstance(main.spec, Fa2Spec)
-    assert main.spec.out_dtype == "float16"  # items that see all keys write the output themselves
 
 
 def test_launches_without_a_gpu() -> None:
