@@ -403,7 +403,7 @@ def test_growing_cache_takes_every_length() -> None:
 
 def test_overhead_calls_run() -> None:
     kinds = overhead.calls, overhead.unplanned_calls, overhead.batch_calls
-    for calls in (*kinds, overhead.optional_calls, overhead.unplanned_optional_calls, overhead.latent_calls):
+    for calls in (*kinds, overhead.optional_calls, overhead.latent_calls):
         for call in calls(CPU).values():
             call()
     stages = overhead.parts(CPU)
