@@ -159,9 +159,7 @@ def batch_calls(device: torch.device) -> dict[str, Call]:
 
 
 def unplanned_calls(device: torch.device) -> dict[str, Call]:
-    """Returns decode without a plan: of one request, as `FlashInfer XQA` decodes it, of 4 into a buffer, with tensors that
-    most calls lack.
-    """
+    """Returns decode without a plan: of a request, as `FlashInfer XQA` decodes it, of 4 into a buffer, and others."""
     calls: dict[str, Call] = {}
     for requests in (1, 4):
         w = equal(requests, 1, 64, (32, 8), 128, 16)
