@@ -129,17 +129,6 @@ def test_a_call_that_raises_leaves_a_file(tmp_path: Path, capsys: Output) -> Non
     assert "reference: raises ArgumentTypeError" in out
 
 
-def test_nothing_is_loaded_where_nobody_asks() -> None:
-    """Calls pay nothing: what observes them is not even imported."""
-    code = (
-        "import sys, torch, cute_attn\n"
-        "q = torch.randn(3, 2, 64).half()\n"
-        "cute_attn.single_prefill_with_kv_cache(q, q, q)\n"
-        "print([name for name in sys.modules if name.startswith('cute_attn.observe')])\n"
-    )
-    assert subprocesses.run(code, env={"CUTE_ATTN_DUMP": "", "CUTE_ATTN_NVTX": ""}).strip() == "[]"
-
-
 # ---- files
 
 
