@@ -53,16 +53,10 @@ def test_bits_of_a_request_do_not_depend_on_the_batch(kind: str, splits: dict[st
     row = 0
     for i, qo_len in enumerate(case.qo_lens):
         arguments = plan_arguments(case, inputs)
-        alone = {
-            name: arguments[name][i : i + 2]
-            for name in ("qo_indptr", "kv_indptr", "paged_kv_indptr", "indptr")
-            if name in arguments
-        }
+        alone = {name: x[i : i + 2] for name, x in arguments.items() if name.endswith("indptr")}
+        alone |= {name: x[i : i + 1] for name, x in arguments.items() if name.endswith("last_page_len")}
         if kind != "decode":
             alone["qo_indptr"] = alone["qo_indptr"] - row
-        for name in ("last_page_len", "paged_kv_last_page_len"):
-            if name in arguments:
-                alone[name] = arguments[name][i : i + 1]
         made = wrapper(case, "cuda", backend="fa2")
         made.reset_workspace_buffer(together.new_empty(1 << 28, dtype=torch.uint8))
         made.plan(**{**arguments, **alone})
