@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import WorkspaceError, packbits
+from cute_attn import WorkspaceError
 from cute_attn.dispatch import capabilities, select
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.host import variant as fa2_variant
@@ -134,29 +134,18 @@ def test_kernels_are_loaded_once() -> None:
     assert len({id(launch.artifact) for launch in NamedLaunch.fired}) == 2  # head counts are no part of a spec
 
 
-MASK = torch.rand(5, 300) < 0.5
-CODES = torch.zeros(300, 2, 32, dtype=torch.uint8)
-BLOCK_SCALES = torch.ones(300, 2, 4).to(torch.float8_e4m3fn)
-E5M2 = torch.zeros(300, 2, 64).to(torch.float8_e5m2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "fields"),
     [
         ({}, {"scores": (), "mask": "band", "kv_dtype": "", "pos_encoding": "none"}),
-        ({"sm_scale": -1.0}, {"scores": ("scale",)}),
         ({"sm_scale": 0.0}, {"scores": ("scale",)}),
-        ({"pos_encoding_mode": "ALIBI"}, {"scores": ("scale", "alibi")}),
-        ({"logits_soft_cap": 1.0}, {"scores": ("scale", "soft_cap")}),
         ({"pos_encoding_mode": "ALIBI", "logits_soft_cap": 1.0}, {"scores": ("scale", "alibi", "soft_cap")}),
         ({"pos_encoding_mode": "ROPE_LLAMA"}, {"scores": (), "pos_encoding": "rope"}),
-        ({"custom_mask": MASK, "causal": True}, {"mask": "packed"}),
-        ({"packed_custom_mask": packbits(MASK.flatten(), "little")}, {"mask": "packed"}),
-        ({"k": E5M2, "v": E5M2}, {"kv_dtype": "float8_e5m2"}),
-        ({"k": CODES, "v": CODES, "kv_cache_sf": (BLOCK_SCALES, BLOCK_SCALES)}, {"kv_dtype": "nvfp4"}),
+        ({"custom_mask": torch.rand(5, 300) < 0.5, "causal": True}, {"mask": "packed"}),
     ],
 )
 def test_spec(arguments: dict[str, Any], fields: dict[str, Any]) -> None:
+    """What a kernel does not need costs it nothing. That it has what it needs, numbers tell (`tests/emulator`)."""
     spec = fa2_variant.spec(single(**arguments).settings, TILE)
     assert {name: getattr(spec, name) for name in fields} == fields
 
