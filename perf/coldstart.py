@@ -53,25 +53,16 @@ DECODE_KEYS = 8192
 KEYS = ("torch_s", "import_s", "prefill_s", "decode_s", "prefill_again_s", "decode_again_s")
 BUNDLE = "PERF_COLDSTART_BUNDLE"  # where the process leaves a bundle of the kernels that it used
 IMPORTS = "PERF_COLDSTART_IMPORTS"  # not empty: the process ends after the imports
-Calls = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-def _calls(library: str) -> Calls:
+def _calls(library: str) -> tuple[Callable[..., Any], ...]:
     """Imports a library; returns its causal prefill and its decode of q, k, v."""
     if library == "flash-attn-4":
-        return _flash_attention_4()
+        attend = importlib.import_module("flash_attn.cute").flash_attn_func
+        return tuple(lambda *x, causal=c: attend(*(t[None] for t in x), causal=causal) for c in (True, False))
     module = importlib.import_module(MODULES[library])
     prefill, decode = module.single_prefill_with_kv_cache, module.single_decode_with_kv_cache
     return lambda q, k, v: prefill(q, k, v, causal=True), lambda q, k, v: decode(q[0], k, v)
-
-
-def _flash_attention_4() -> Calls:
-    attention = importlib.import_module("flash_attn.cute").flash_attn_func
-
-    def batched(causal: bool) -> Callable[..., Any]:
-        return lambda q, k, v: attention(q[None], k[None], v[None], causal=causal)
-
-    return batched(True), batched(False)
 
 
 def measure(library: str) -> dict[str, float]:

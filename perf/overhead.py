@@ -32,7 +32,7 @@ from perf.machine import flashinfer
 from perf.peers import PEERS, Peer
 from perf.pretended_gpu import pretended_gpu
 from perf.report import markdown
-from perf.workloads import BatchInputs, BatchWorkload, equal, one_request, pages_of
+from perf.workloads import BatchInputs, BatchWorkload, equal, one_request
 
 CALLS = 200  # of at most two kernels: the launch queue holds about 1000
 REPEATS = 31
@@ -159,7 +159,7 @@ def batch_calls(device: torch.device) -> dict[str, Call]:
 
 
 def unplanned_calls(device: torch.device) -> dict[str, Call]:
-    """Returns decode of one request, as `FlashInfer XQA` decodes it, and of 4 into a buffer."""
+    """Returns decode without a plan: of a request, as `FlashInfer XQA` decodes it, of 4 into a buffer, and others."""
     calls: dict[str, Call] = {}
     for requests in (1, 4):
         w = equal(requests, 1, 64, (32, 8), 128, 16)
@@ -167,7 +167,11 @@ def unplanned_calls(device: torch.device) -> dict[str, Call]:
         out = None if requests == 1 else torch.empty_like(x.q)
         name = f"xqa_batch_decode_with_kv_cache, batch {requests}"
         calls[name] = peers.our_xqa(w, [x], torch.stack((x.k, x.v), 1), out=out)[0]
-    return calls
+    calls |= {f"xqa, {name}": peers.our_xqa(w, [w.inputs(device)])[0] for name, w in UNPLANNED.items()}
+    x, scale = OPTIONAL_DECODE.inputs(device), torch.full((), 0.1, device=device)
+    lse = torch.empty(len(OPTIONAL_DECODE.kv_lens), OPTIONAL_DECODE.num_qo_heads, device=device)
+    more = {"bmm1_scale": scale, "bmm2_scale": scale, "lse": lse, "return_lse": True}
+    return {**calls, "xqa, scale tensors and lse": peers.our_xqa(OPTIONAL_DECODE, [x], **more)[0]}
 
 
 def calls(device: torch.device) -> dict[str, Call]:
@@ -225,7 +229,9 @@ def batches(requests: int, growing: bool) -> list[tuple[torch.Tensor, torch.Tens
     draws, more = (1, torch.arange(STEPS)[:, None]) if growing else (STEPS, torch.zeros(1, dtype=torch.int64))
     most, generator = MOST_PAGES * PAGE_SIZE - STEPS, torch.Generator().manual_seed(0)
     lengths = torch.randint(QO_LEN, most, (draws, requests), generator=generator) + more
-    return [pages_of(step, PAGE_SIZE) for step in lengths]
+    pages = (lengths + PAGE_SIZE - 1) // PAGE_SIZE
+    indptr, last = torch.nn.functional.pad(pages.cumsum(1), (1, 0)), lengths - (pages - 1) * PAGE_SIZE
+    return list(zip(indptr.int(), last.int(), strict=True))
 
 
 def _plan(wrapper: Any, turns: list[tuple[Any, ...]], kv: torch.dtype, **options: Any) -> Call:
@@ -273,15 +279,6 @@ def optional_calls(device: torch.device) -> dict[str, Call]:
     }
 
 
-def unplanned_optional_calls(device: torch.device) -> dict[str, Call]:
-    """Returns decode calls without a plan."""
-    calls = {f"xqa, {name}": peers.our_xqa(w, [w.inputs(device)])[0] for name, w in UNPLANNED.items()}
-    x, scale = OPTIONAL_DECODE.inputs(device), torch.full((), 0.1, device=device)
-    lse = torch.empty(len(OPTIONAL_DECODE.kv_lens), OPTIONAL_DECODE.num_qo_heads, device=device)
-    more = {"bmm1_scale": scale, "bmm2_scale": scale, "lse": lse, "return_lse": True}
-    return {**calls, "xqa, scale tensors and lse": peers.our_xqa(OPTIONAL_DECODE, [x], **more)[0]}
-
-
 # ---- the program
 
 
@@ -289,7 +286,7 @@ def measure_all(device: torch.device) -> dict[str, Any]:
     """Returns the timing, or the reason why there is none, by name."""
     bindings: dict[str, Callable[[], dict[str, Call]]] = {
         "ours": lambda: {**calls(device), **unplanned_calls(device), **batch_calls(device), **parts(device)},
-        "ours, optional tensors": lambda: optional_calls(device) | unplanned_optional_calls(device),
+        "ours, optional tensors": lambda: optional_calls(device),
         "ours, MLA": lambda: latent_calls(device),
         **peer_calls(device),
     }

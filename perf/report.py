@@ -35,6 +35,7 @@ def heading(record: Record) -> str:
     return text
 
 
+OURS, RATES = "cute_attn", {"gb_per_s": "GB/s", "tflops": "TFLOP/s"}
 ENGINE_OURS, ENGINE_COLUMNS = "CUTE_ATTN", ("prefill", "decode", "long")  # of vLLM
 
 
@@ -113,10 +114,20 @@ def overhead_tables(record: Record) -> list[str]:
 
 
 def call_tables(record: Record) -> list[str]:
-    """Returns the table of `perf.append` or `perf.latent`: microseconds of each candidate, then why some have none."""
+    """Returns the table of `perf.append` or `perf.latent`: microseconds of candidates, ratio to the best peer, rates of
+    ours; then why some have none.
+    """
     rows = record["append"] if "append" in record else record["latent"]
-    lines = [(row["name"], *(cell(entry, "median_us") for entry in row["candidates"].values())) for row in rows]
-    return [table(("us", *rows[0]["candidates"]), lines), _reasons(rows, {})]
+    rates = [key for key in RATES if any(key in row["candidates"][OURS] for row in rows)]
+    lines = []
+    for row in rows:
+        found, mine = row["candidates"], row["candidates"][OURS]
+        peers = [entry["median_us"] for name, entry in found.items() if name != OURS and "median_us" in entry]
+        ratio = {"ratio": min(peers) / mine["median_us"]} if peers and "median_us" in mine else {}
+        times = (cell(entry, "median_us", ".1f") for entry in found.values())
+        lines.append([row["name"], *times, cell(ratio, "ratio"), *(cell(mine, key, ".0f") for key in rates)])
+    head = ["us", *rows[0]["candidates"], "to the best peer", *(RATES[key] for key in rates)]
+    return [table(head, lines), _reasons(rows, {})]
 
 
 def transformers_tables(record: Record) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from perf.bench import HOST_LENGTHS, OURS, summary
-from perf.report import cell, cold_start_tables, table
+from perf.report import call_tables, cell, cold_start_tables, table
 from perf.rows import RANDOM_NAMES
 
 Record = Mapping[str, Any]
@@ -101,19 +101,9 @@ def _length(qo_lens: Sequence[int], kv_lens: Sequence[int]) -> str:
 
 
 def latent_table(gpu: str, results: Path = RESULTS) -> str:
-    """Returns the newest record of `perf.latent` on a GPU: microseconds, ours also as GB/s and TFLOP/s."""
+    """Returns the table of the newest record of `perf.latent` on a GPU."""
     record = find(gpu, "latent", results)
-    if record is None:
-        return ""
-    lines = []
-    for row in record["latent"]:
-        found, mine = row["candidates"], row["candidates"][OURS]
-        peers = [entry["median_us"] for name, entry in found.items() if name != OURS and "median_us" in entry]
-        times = (cell(entry, "median_us", ".1f") for entry in found.values())
-        ratio = f"{min(peers) / mine['median_us']:.2f}" if peers else NONE
-        lines.append([row["name"], *times, ratio, cell(mine, "gb_per_s", ".0f"), cell(mine, "tflops", ".0f")])
-    head = ["us", *record["latent"][0]["candidates"], "to the best peer", "GB/s", "TFLOP/s"]
-    return f"{source(record)}.\n\n{table(head, lines)}\n"
+    return f"{source(record)}.\n\n{call_tables(record)[0]}\n" if record else ""
 
 
 def source(record: Record) -> str:

@@ -218,13 +218,6 @@ class BatchWorkload:
         return dataclasses.replace(self, qo_lens=qo_lens * number, kv_lens=kv_lens * number)
 
 
-def pages_of(lengths: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns indptr and last_page_len of requests."""
-    pages = (lengths + page_size - 1) // page_size
-    indptr = torch.cat((torch.zeros(1, dtype=torch.int64), pages.cumsum(0)))
-    return indptr.int(), (lengths - (pages - 1) * page_size).int()
-
-
 def _lengths(lengths: tuple[int, ...]) -> str:
     shortest, longest = min(lengths), max(lengths)
     return str(longest) if shortest == longest else f"{shortest}-{longest}"

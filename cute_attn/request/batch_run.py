@@ -82,7 +82,7 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
     element = features.head_dim_vo, features.o_dtype
     out, lse = operands.outputs(q, (run.out, run.lse, run.return_lse), element, rows, "rows, num_qo_heads")
     if run.out is not None or run.lse is not None:
-        _keep_apart(plan, run, (k, v))
+        keep_apart(plan, run, (k, v))
     if first := plan.lengths.first_row:
         if run.out is None:
             out[:first] = 0
@@ -152,7 +152,7 @@ def lse_form(plan: BatchPlan, arguments: RunArguments, lse_base: Any, lse_layout
         axes = "[num_qo_heads, rows] (lse_layout 'HN')"
         checks.operand("lse", lse, (torch.float32,), (heads, plan.rows), axes, q.device)
         checks.contiguous("lse", lse)
-        _keep_apart(plan, arguments, arguments.kv_cache)
+        keep_apart(plan, arguments, arguments.kv_cache)
     return LseForm(wanted / base, transposed)
 
 
@@ -286,7 +286,7 @@ def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor
     return k_sf, v_sf
 
 
-def _keep_apart(plan: BatchPlan, arguments: RunArguments, kv: Any) -> None:
+def keep_apart(plan: BatchPlan, arguments: RunArguments, kv: Any) -> None:
     """Refuse `out` and `lse` that share memory with what the plan keeps, `kv`, and what else may be a tensor."""
     read = [(name, getattr(arguments, name)) for name in ("q", *SCALES, "sinks")]
     read += checks.named(("k", "v"), kv) or [("the cache", kv)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,10 +24,10 @@ from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import Features
 from cute_attn.schedule import batch as batch_schedule
-from tests.support import batch_case, cross
-from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
+from tests.support import batch_case
+from tests.support.batch_case import BatchCase, dims, heads, paged, ragged, random_batch_case
 from tests.support.cover import needed
-from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
+from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill, random_case
 from tests.support.persistent_emulated import (
     BATCHES,
     CUDA,
@@ -319,12 +320,14 @@ def test_expanded_keys(target: Target) -> None:
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("draw", [cross.batch, cross.single], ids=["batch", "single"])
+@pytest.mark.parametrize("draw", [random_batch_case, random_case], ids=["batch", "single"])
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_as_right_as_fa2(target: Target, draw: Callable[..., BatchCase]) -> None:
-    """On the same inputs, as in `tests/gpu/test_cross.py`: some short problems."""
-    problem = draw(target, 0, max_len=150)
-    for backend in cross.backends(target):
+    """On the same inputs: a short random problem that both take, as `tests/gpu/test_matrices.py` has many."""
+    fa2 = Target("fa2", target.arch, (), "")
+    drawn = (x for x in (draw(seed, 150) for seed in itertools.count()) if "decode" not in x.kind and x.rows >= 20)
+    problem = next(x for x in drawn if all(k.takes(FEATURES(x)) for k in (fa2, target)))
+    for backend in ("fa2", target.kernels):
         with using(target.arch, kernels=backend, sms=2) as emulation:
             Solver(problem, backend="emulator").assert_right()
         assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {backend}

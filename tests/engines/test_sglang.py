@@ -108,7 +108,9 @@ def cases(q_lens: Sequence[int], lengths: Sequence[Sequence[int]], device: str, 
 
 
 def begin_decode(wrapper: Any, tokens: Tokens, buffers: Buffers | None = None, **changes: Any) -> None:
-    """`FlashInferIndicesUpdaterDecode.call_begin_forward`: with graphs, from the wrapper's own buffers."""
+    """`FlashInferIndicesUpdaterDecode.call_begin_forward`: with graphs, from the wrapper's own buffers. `spare`: pages
+    of these behind those of the batch; all by default.
+    """
     batch, requests = tokens.batch, len(tokens.batch.kv_lens)
     bounds, indices = tokens.kv_indptr.to(tokens.device), tokens.kv_indices
     last = torch.ones(requests, dtype=torch.int32, device=tokens.device)
@@ -116,26 +118,40 @@ def begin_decode(wrapper: Any, tokens: Tokens, buffers: Buffers | None = None, *
     if buffers is not None:
         bounds = buffers.kv_indptr[: requests + 1].copy_(bounds)
         wrapper._paged_kv_indices_buf[: len(indices)].copy_(indices)
-        indices, last = options.pop("indices", wrapper._paged_kv_indices_buf), buffers.last_page_len[:requests]
+        spare = options.pop("spare", len(wrapper._paged_kv_indices_buf))
+        indices, last = wrapper._paged_kv_indices_buf[: len(indices) + spare], buffers.last_page_len[:requests]
     if hasattr(wrapper.begin_forward, "func") and wrapper.begin_forward.func == fast_decode_plan:
         options["global_override_indptr_cpu"] = ends(batch.kv_lens)
     dtypes = {"data_type": batch.kv_dtype, "q_data_type": batch.dtype, "non_blocking": True}
     wrapper.begin_forward(bounds, indices, last, *batch.heads, batch.dim, 1, **dtypes, **options)
 
 
-def steps_of_decode(steps: list[Tokens], captured: bool, forward: dict[str, Any], plan: dict[str, Any]) -> None:
-    buffers = Buffers(steps[0])
-    wrapper, held = buffers.decode(captured), buffers if captured else None
-    begin_decode(wrapper, steps[0], held, **plan)
-    options = {**UNSCALED, **forward}
-    run: Callable[[], Any] = lambda: wrapper.forward(buffers.q, tuple(buffers.cache), **options)  # noqa: E731
+def steps_of_decode(
+    sides: list[list[Tokens]], captured: bool, forward: dict[str, Any], plan: dict[str, Any] | None = None
+) -> None:
+    """Steps of wrappers that are planned one after the other, and run in one graph. `sides`: the steps of each."""
+    held = [Buffers(steps[0]) for steps in sides]
+    wrappers = [buffers.decode(captured) for buffers in held]
+
+    def begin(step: int) -> None:
+        for steps, buffers, wrapper in zip(sides, held, wrappers, strict=True):
+            buffers.fill(steps[step])
+            begin_decode(wrapper, steps[step], buffers if captured else None, **(plan or {}))
+
+    def run() -> list[torch.Tensor]:
+        pairs = zip(wrappers, held, strict=True)
+        return [wrapper.forward(x.q, tuple(x.cache), **{**UNSCALED, **forward}) for wrapper, x in pairs]
+
+    begin(0)
+    again: Callable[[], Any] = run
     if captured:
-        wrapper.begin_forward = partial(fast_decode_plan, wrapper)
-        run = Graph(buffers.device, run).replay
-    for now in steps:
-        buffers.fill(now)
-        begin_decode(wrapper, now, held, **plan)
-        assert_close(run(), now.solved(**forward))
+        for wrapper in wrappers:
+            wrapper.begin_forward = partial(fast_decode_plan, wrapper)
+        again = Graph(held[0].device, run).replay
+    for step in range(len(sides[0])):
+        begin(step)
+        for out, steps in zip(again(), sides, strict=True):
+            assert_close(out, steps[step].solved(**forward))
 
 
 CAPPED = {"sm_scale": 0.2, "logits_soft_cap": 2.0}
@@ -153,17 +169,7 @@ DECODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  #
 @pytest.mark.parametrize("name", DECODES)
 def test_decode(name: str, captured: bool, device: str) -> None:
     batch, forward, plan = DECODES[name]
-    steps_of_decode(cases((1,) * 3, LENGTHS, device, **batch), captured, forward, plan)
-
-
-def test_layers_of_other_scales_and_caps(device: str) -> None:
-    """Layers of a step after one `begin_forward`."""
-    (tokens,) = cases((1,) * 4, [(33, 1, 16, 70)], device)
-    wrapper = Buffers(tokens).decode(captured=False)
-    begin_decode(wrapper, tokens)
-    for options in ({"sm_scale": SCALE, "logits_soft_cap": 2.0}, {"sm_scale": 0.2}) * 2:
-        out = wrapper.forward(tokens.q, tokens.pool(), **{**UNSCALED, **options})
-        assert_close(out, tokens.solved(**options))
+    steps_of_decode([cases((1,) * 3, LENGTHS, device, **batch)], captured, forward, plan)
 
 
 @CAPTURED
@@ -171,56 +177,13 @@ def test_sliding_windows(captured: bool, device: str) -> None:
     """Two wrappers, of which one has the window's keys alone."""
     steps = cases((1,) * 3, LENGTHS, device)
     near = [tokens.newest([min(n, WINDOW + 1) for n in tokens.batch.kv_lens]) for tokens in steps]
-    sides = (near, steps)
-    held = [Buffers(side[0]) for side in sides]
-    wrappers = [buffers.decode(captured) for buffers in held]
-
-    def begin(number: int) -> None:
-        for side, buffers, wrapper in zip(sides, held, wrappers, strict=True):
-            buffers.fill(side[number])
-            begin_decode(wrapper, side[number], buffers if captured else None)
-
-    def run() -> tuple[torch.Tensor, ...]:
-        pairs = zip(wrappers, held, strict=True)
-        return tuple(w.forward(b.q, tuple(b.cache), sm_scale=SCALE, **UNSCALED) for w, b in pairs)
-
-    begin(0)
-    again: Callable[[], Any] = run
-    if captured:
-        for wrapper in wrappers:
-            wrapper.begin_forward = partial(fast_decode_plan, wrapper)
-        again = Graph(device, run).replay
-    for number, now in enumerate(steps):
-        begin(number)
-        local, full = again()
-        assert_close(local, now.expected(SCALE, window_left=WINDOW)[0])
-        assert_close(full, now.expected(SCALE)[0])
-
-
-def test_planned_for_more_heads_than_a_layer_has(device: str) -> None:
-    """SGLang plans with the most heads of any layer."""
-    (tokens,), (planned,) = (cases((1,) * 4, [(33, 1, 16, 70)], device, heads=heads) for heads in ((4, 2), (8, 2)))
-    wrapper = Buffers(planned).decode(captured=False)
-    begin_decode(wrapper, planned)
-    tokens.kv_indices, tokens.pages, tokens.slots = planned.kv_indices, planned.pages, planned.slots
-    for layer in (planned, tokens, planned):
-        out = wrapper.forward(layer.q, layer.pool(), sm_scale=SCALE, **UNSCALED)
-        assert_close(out, layer.expected(SCALE)[0])
+    steps_of_decode([near, steps], captured, {"sm_scale": SCALE})
 
 
 def test_steps_of_a_draft(device: str) -> None:
     """Two branches of each request; page numbers are a row of a larger buffer, longer than what is used."""
     steps = cases((1,) * 4, [(40, 40, 40, 40), (33, 33, 8, 8), (2, 2, 39, 39)], device)
-    buffers = Buffers(steps[0])
-    wrapper = buffers.decode()
-    for number, now in enumerate(steps):
-        buffers.fill(now)
-        begin_decode(wrapper, now, buffers, indices=buffers.indices[: len(now.kv_indices) + 12])
-        if number == 0:
-            wrapper.begin_forward = partial(fast_decode_plan, wrapper)
-            forward = partial(wrapper.forward, buffers.q, tuple(buffers.cache), sm_scale=SCALE, **UNSCALED)
-            graph = Graph(device, forward)
-        assert_close(graph.replay(), now.expected(SCALE)[0])
+    steps_of_decode([steps], True, {"sm_scale": SCALE}, {"spare": 12})
 
 
 # ---- extend

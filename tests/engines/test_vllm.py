@@ -84,19 +84,6 @@ def check_attributes(wrapper: Any, window_left: int, soft_cap: float | None, cau
     assert causal is None or wrapper._causal == causal
 
 
-def test_batch_invariant_prefill(device: str) -> None:
-    """`disable_split_kv` decides, and a request's bits do not depend on the others."""
-    tokens = Tokens(PREFILL, device)
-    wrapper = prefill_wrapper(device)
-    plan_prefill(wrapper, tokens, fixed_split_size=4096, disable_split_kv=True)
-    cache = tokens.caches(fused=True)
-    out = run_prefill(wrapper, tokens, cache).clone()
-    assert_close(out, tokens.expected(SCALE, causal=True)[0])
-    alone = tokens.first_request()
-    plan_prefill(wrapper, alone, fixed_split_size=4096, disable_split_kv=True)
-    assert torch.equal(run_prefill(wrapper, alone, cache), out[: len(alone.q)])
-
-
 # ---- sinks: gpt-oss
 
 

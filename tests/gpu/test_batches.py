@@ -1,4 +1,4 @@
-"""The batch wrappers on a GPU: bits that do not depend on the batch, large strides, bad input."""
+"""Calls on a GPU: bits that do not depend on the batch, large strides and positions, bad input."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from cute_attn import single_prefill_with_kv_cache
 from cute_attn.runtime import arch as archs
 from tests.gpu import marks
 from tests.support import fuzz, right
@@ -52,16 +53,10 @@ def test_bits_of_a_request_do_not_depend_on_the_batch(kind: str, splits: dict[st
     row = 0
     for i, qo_len in enumerate(case.qo_lens):
         arguments = plan_arguments(case, inputs)
-        alone = {
-            name: arguments[name][i : i + 2]
-            for name in ("qo_indptr", "kv_indptr", "paged_kv_indptr", "indptr")
-            if name in arguments
-        }
+        alone = {name: x[i : i + 2] for name, x in arguments.items() if name.endswith("indptr")}
+        alone |= {name: x[i : i + 1] for name, x in arguments.items() if name.endswith("last_page_len")}
         if kind != "decode":
             alone["qo_indptr"] = alone["qo_indptr"] - row
-        for name in ("last_page_len", "paged_kv_last_page_len"):
-            if name in arguments:
-                alone[name] = arguments[name][i : i + 1]
         made = wrapper(case, "cuda", backend="fa2")
         made.reset_workspace_buffer(together.new_empty(1 << 28, dtype=torch.uint8))
         made.plan(**{**arguments, **alone})
@@ -111,6 +106,18 @@ def test_strides_past_32_bits(case: BatchCase, backend: str) -> None:
     made.plan(**plan_arguments(case, inputs))
     out, lse = made.run(far_apart(inputs.q, 0), *kv, out=far_apart(torch.zeros_like(inputs.q), 0), return_lse=True)
     right.assert_right(case, inputs, out, lse)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("fa3", marks=marks.FA3_GPU)])  # which rotates keys itself
+def test_rope_far_from_the_start(backend: str) -> None:
+    """Keys at positions up to 2^20, beside fa2."""
+    q = torch.randn(80, 2, 128, device="cuda").bfloat16()
+    k, v = (torch.randn(1 << 20, 1, 128, device="cuda").bfloat16() for _ in "kv")
+    options = {"causal": True, "window_left": 300, "pos_encoding_mode": "ROPE_LLAMA", "return_lse": True}
+    names = "fa2", backend
+    (o2, lse2), (o3, lse3) = (single_prefill_with_kv_cache(q, k, v, backend=name, **options) for name in names)
+    torch.testing.assert_close(o3, o2, rtol=2**-6, atol=2e-2)
+    torch.testing.assert_close(lse3, lse2, rtol=0, atol=1e-3)
 
 
 # ---- bad input

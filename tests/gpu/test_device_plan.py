@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -29,7 +29,7 @@ from tests.support.batch_case import (
 )
 from tests.support.device_plan import moved
 from tests.support.device_schedules import cases, difference
-from tests.support.graphs import Captured, cuda_graph, without_synchronising
+from tests.support.graphs import Captured, Results, cuda_graph, without_synchronising
 from tests.support.right import assert_right
 
 pytestmark = marks.SM80
@@ -96,30 +96,40 @@ def test_plans_make_no_synchronising_call(case: BatchCase) -> None:
 
 
 class Replanned(Captured):
-    """A graph of `plan` and `run`, whose index arrays change between replays."""
+    """Index arrays change between replays of `plan` and `run`, or of `run` alone, after a plan of them."""
 
-    places: dict[str, Any] | None = None  # what the captured `plan` gets
+    def __init__(self, case: BatchCase, backend: str, with_plan: bool, planned_first: bool = False) -> None:
+        self.with_plan, self.arrays = with_plan, moved(case, make(case, "cuda"), "cuda")
+        for name, x in self.arrays.items():
+            if name.endswith("indices"):
+                self.arrays[name] = torch.zeros(case.num_pages, dtype=torch.int32, device="cuda")
+                self.arrays[name][: len(x)] = x
+        super().__init__(case, "cuda", self.captured_after_a_plan if planned_first else cuda_graph, backend=backend)
+
+    def captured_after_a_plan(self, run: Callable[[], Results]) -> tuple[Results, Callable[[], None]]:
+        """Of a plan in another workspace, which no run has met."""
+        self.wrapper.reset_workspace_buffer(torch.empty_like(self.wrapper._float_workspace_buffer))
+        self.wrapper.plan(**self.arrays)
+        return cuda_graph(run)
 
     def plan(self, case: BatchCase, inputs: BatchInputs) -> None:
-        """Write the index arrays where those of the largest batch are."""
-        now = moved(case, inputs, self.device)
-        if self.places is None:
-            self.places = {name: x.int() if name.endswith("indices") else x for name, x in now.items()}
-            return
-        for name, x in now.items():
+        for name, x in moved(case, inputs, "cuda").items():
             if isinstance(x, torch.Tensor):
-                self.places[name][: len(x)].copy_(x)
+                self.arrays[name][: len(x)].copy_(x)
+        if not self.with_plan:
+            self.wrapper.plan(**self.arrays)
 
-    def step(self) -> Any:
-        self.wrapper.plan(**self.places)
-        return self.run()
+    def run(self) -> Results:
+        if self.with_plan:
+            self.wrapper.plan(**self.arrays)
+        return super().run()
 
 
 @pytest.mark.parametrize("case", LARGEST, ids=IDS)
 def test_a_captured_plan_follows_its_index_arrays(case: BatchCase) -> None:
     """The graph holds `plan` and `run`."""
     for backend in backends(case):
-        captured = Replanned(case, "cuda", cuda_graph, backend=backend)
+        captured = Replanned(case, backend, with_plan=True)
         count = BATCHES // 5 if marks.CAPABILITY == (9, 0) and case.kind != "decode" else BATCHES // 4
         for other in smaller(case, count):
             captured.replay(other)
@@ -130,16 +140,6 @@ def test_a_captured_plan_follows_its_index_arrays(case: BatchCase) -> None:
 def test_plans_between_replays_of_a_run(case: BatchCase, first_run: str) -> None:
     """Graphs that hold the run alone, with plans of lengths on the GPU between replays."""
     for backend in backends(case):
-        captured = Replanned(case, "cuda", cuda_graph, backend=backend)
-        if first_run == "captured":
-            captured.wrapper.reset_workspace_buffer(torch.empty_like(captured.wrapper._float_workspace_buffer))
-            captured.wrapper.plan(**captured.places)
-        (captured.out, captured.lse), run = cuda_graph(captured.run)
-
-        def again(captured: Replanned = captured, run: Any = run) -> None:
-            captured.wrapper.plan(**captured.places)
-            run()
-
-        captured.again = again
+        captured = Replanned(case, backend, with_plan=False, planned_first=first_run == "captured")
         for other in smaller(case, 50):
             captured.replay(other)

@@ -1,15 +1,14 @@
-"""Graphs as SGLang and vLLM capture them: options left open by the plan, fewer heads than planned, fast plans."""
+"""Graphs as engines capture them: options left open by the plan, fewer heads than planned, lengths written later."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import pytest
 import torch
 
-from cute_attn import RuntimeArgumentError, fast_decode_plan, fast_prefill_plan
+from cute_attn import RuntimeArgumentError
 from tests.gpu import marks
 from tests.support.batch_case import (
     BatchCase,
@@ -52,35 +51,6 @@ def shorter(case: BatchCase, seed: int) -> BatchCase:
 def test_layers_of_one_plan(case: BatchCase, backend: str) -> None:
     captured = CapturedLayers(case, "cuda", cuda_graph, backend=backend)
     for seed in range(6):
-        captured.replay(shorter(case, seed))
-
-
-@pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_fast_plans_between_replays(case: BatchCase) -> None:
-    if case.kind == "ragged":
-        return
-    captured = CapturedLayers(case, "cuda", cuda_graph)
-    if case.kind == "decode":
-        captured.wrapper.begin_forward = functools.partial(fast_decode_plan, captured.wrapper)
-
-        def plan(other: BatchCase, inputs: Any) -> None:
-            names = ("o_data_type", "lse_base")
-            arguments = {k: v for k, v in plan_arguments(other, inputs).items() if k not in names}
-            captured.wrapper.begin_forward(**arguments)
-    else:
-
-        def plan(other: BatchCase, inputs: Any) -> None:
-            fast_prefill_plan(
-                captured.wrapper,
-                *(inputs.qo_indptr.cuda(), inputs.kv_indptr.cuda(), inputs.kv_indices, inputs.last_page_len.cuda()),
-                *(4, 2, 64, other.page_size),
-                qo_indptr_host=inputs.qo_indptr,
-                kv_indptr_host=inputs.kv_indptr,
-                kv_lens_host=torch.tensor(other.kv_lens),
-            )
-
-    captured.plan = plan  # type: ignore[method-assign]
-    for seed in range(4):
         captured.replay(shorter(case, seed))
 
 

@@ -165,7 +165,7 @@ DRAWS: dict[str, Callable[[int], Iterable[BatchCase]]] = {  # by the first of a 
 DRAWN = [  # backend, what is drawn, how many seeds
     *(("fa2", "single", 200), ("fa2", "batch", RANDOM), ("xqa", "decode", RANDOM), ("fa2", "items", 60)),
     *(("auto", "items", 60), ("fa3", "8 bits", 300), *(("fa3", name, 100) for name in CHANGES)),
-    *((name, draw, seeds) for name in ("fa3", "fa4") for draw, seeds in (("single", 200), ("batch", 200))),
+    *((name, draw, 300) for name in ("fa3", "fa4") for draw in ("single", "batch")),
     *((name, "items alone", 60) for name in ("fa3", "fa4")),
 ]
 

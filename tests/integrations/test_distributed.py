@@ -1,6 +1,8 @@
-"""`integrations.distributed` on four ranks over gloo, of which some cases use two."""
+"""`integrations.distributed` on four ranks over gloo, of which some cases use two, and on two GPUs over NCCL."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
@@ -10,17 +12,26 @@ from cute_attn.integrations import distributed
 from cute_attn.integrations.distributed import ring
 from cute_attn.integrations.distributed.zigzag import chunk_lengths
 from tests.support import distributed_cases, process_group
+from tests.support.executors import GPU_MARKS
+
+RANKS = {"cpu": 4, "cuda": 2}
+TWO_GPUS = *GPU_MARKS, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+CASES = [
+    pytest.param(device, case, marks=TWO_GPUS if device == "cuda" else ())
+    for device in RANKS
+    for case in distributed_cases.cases(device)
+]
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return process_group.run(distributed_cases.__name__, 4, "cpu")
+@functools.cache
+def outcomes(device: str) -> dict[str, str]:
+    return process_group.run(distributed_cases.__name__, RANKS[device], device)
 
 
-@pytest.mark.parametrize("case", distributed_cases.cases("cpu"))
-def test_on_ranks(case: str, outcomes: dict[str, str]) -> None:
-    if outcomes[case] != process_group.PASSED:
-        pytest.fail(outcomes[case], pytrace=False)
+@pytest.mark.parametrize(("device", "case"), CASES)
+def test_on_ranks(device: str, case: str) -> None:
+    if outcomes(device)[case] != process_group.PASSED:
+        pytest.fail(outcomes(device)[case], pytrace=False)
 
 
 @pytest.mark.parametrize("length", [48, 41, 3])

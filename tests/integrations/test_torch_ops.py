@@ -1,14 +1,13 @@
-"""Public calls under torch.compile, as operators of torch.library, on CPU tensors."""
+"""Public calls under torch.compile, as operators of torch.library."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import inspect
 import runpy
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from cute_attn.ops import register, trace
 from cute_attn.ops.declare import DECLARED
 from tests.support import torch_ops
 from tests.support.engine_case import ends
+from tests.support.executors import GPU_MARKS, needs_gpu
 from tests.support.torch_ops import CASES, Call, assert_same, fresh_dynamo
 
 __all__ = ["fresh_dynamo"]  # a fixture
@@ -54,11 +54,19 @@ def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options
 
 # ---- all operators
 
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="inductor needs triton")
+BACKENDS = [
+    ("cpu", "aot_eager"),
+    pytest.param("cuda", "aot_eager", marks=GPU_MARKS),
+    pytest.param("cuda", "inductor", marks=(*GPU_MARKS, NEEDS_TRITON)),
+]
+
 
 @pytest.mark.parametrize("name", CASES)
-def test_compiled_calls_are_eager_calls(name: str) -> None:
-    call = CASES[name]("cpu")
-    assert_same(call, compiled(call.function))
+@pytest.mark.parametrize(("device", "backend"), BACKENDS)
+def test_compiled_calls_are_eager_calls(name: str, device: str, backend: str) -> None:
+    call = CASES[name](device)
+    assert_same(call, compiled(call.function, backend), exact=device == "cpu")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -108,19 +116,11 @@ def test_arguments_reach_the_operator_as_they_are(name: str, monkeypatch: pytest
 
 
 def test_positions_that_no_operator_takes() -> None:
-    batch = torch_ops.tokens("cpu")
-    wrapper, q, cache = torch_ops.planned_decode(batch), batch.q, batch.caches()
+    tokens = torch_ops.tokens("cpu")
+    wrapper, q, cache = torch_ops.planned("Prefill", tokens, causal=True), tokens.q, tokens.caches()
     for positional in ((0.5, 2.0), (None, q), (q, None, True)):
         with pytest.raises(Exception, match=r"torch\.compile takes tensors, and one number after them"):
             compiled(lambda *args: wrapper.run(q, cache, *args))(*positional)
-
-
-def test_nothing_is_registered_before_a_trace() -> None:
-    code = (
-        "import sys, cute_attn, torch; assert 'cute_attn.ops.register' not in sys.modules; "
-        "assert 'torch._dynamo' not in sys.modules; assert not hasattr(torch.ops.cute_attn, 'single_prefill')"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ---- what a graph keeps and what it does not
@@ -166,26 +166,27 @@ def test_dynamic_batches_of_decode() -> None:
         return cute_attn.xqa_batch_decode_with_kv_cache(q, cache, scratch, tables, lens, longest, return_lse=True)
 
     traced = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
-    batch, scratch = torch_ops.tokens("cpu"), torch_ops.workspace("cpu")
-    for size, longest in ((3, 32), (2, 31)):
-        q, tables, lens = (x[:size] for x in (batch.q, batch.block_tables(), batch.seq_lens))
-        tensors = q, batch.caches(), scratch, tables, lens, longest
+    tokens, scratch = torch_ops.tokens("cpu"), torch_ops.workspace("cpu")
+    for batch, longest in ((3, 32), (2, 31)):
+        q, tables, lens = (x[:batch] for x in (tokens.q, tokens.block_tables(), tokens.seq_lens))
+        tensors = q, torch.stack(tokens.caches(), 1), scratch, tables, lens, longest
         for got, want in zip(traced(*tensors), function(*tensors), strict=True):
             assert torch.equal(got, want)
 
 
 def test_an_append_is_seen_by_the_run_after_it() -> None:
-    batch = torch_ops.tokens("cpu")
-    wrapper, (indptr, indices, last) = torch_ops.planned_decode(batch), torch_ops.where(batch)
+    tokens = torch_ops.tokens("cpu")
+    wrapper, (k, v) = torch_ops.planned("Decode", tokens), torch_ops.operands("cpu", 6, 6)[1:]
 
-    def step(q: Any, rows: Any, requests: Any, positions: Any, k: Any, v: Any) -> Any:
-        cute_attn.append_paged_kv_cache(rows, rows, requests, positions, (k, v), indices, indptr, last)
-        return wrapper.run(q * 2, (k, v)) + 1
+    def step(q: Any, k: Any, v: Any, batch: Any, positions: Any, cache: Any, *pages: Any) -> Any:
+        cute_attn.append_paged_kv_cache(k, v, batch, positions, cache, *pages)
+        return wrapper.run(q * 2, cache) + 1
 
-    rows = batch.ragged()[0][:3].neg()
-    call = Call(step, (batch.q, rows, torch.arange(3), batch.seq_lens - 1, *batch.caches()))
+    where = cute_attn.get_batch_indices_positions(tokens.qo_indptr, tokens.seq_lens, 6)
+    pages = torch.stack(tokens.caches(), 1), tokens.kv_indices, tokens.kv_indptr, tokens.last_page_len
+    call = Call(step, (tokens.q[:3], k, v, *where, *pages))
     assert_same(call, compiled(step))
-    untouched = wrapper.run(batch.q * 2, batch.caches()) + 1
+    untouched = wrapper.run(call.tensors[0] * 2, call.tensors[5]) + 1
     assert not torch.equal(step(*call.with_own_tensors()), untouched)
 
 
@@ -222,7 +223,7 @@ def test_gradients_are_refused() -> None:
 def test_a_run_needs_a_plan() -> None:
     wrapper = cute_attn.BatchDecodeWithPagedKVCacheWrapper(torch_ops.workspace("cpu"))
     with pytest.raises(Exception, match=r"plan\(\) must come before run\(\) is traced"):
-        compiled(wrapper.run)(torch_ops.tokens("cpu").q, torch_ops.tokens("cpu").caches())
+        compiled(wrapper.run)(torch_ops.tokens("cpu").q[:3], torch_ops.tokens("cpu").caches())
 
 
 def test_errors_of_the_call_are_those_of_the_eager_call() -> None:
@@ -232,15 +233,53 @@ def test_errors_of_the_call_are_those_of_the_eager_call() -> None:
 
 
 def test_a_handle_does_not_keep_its_wrapper() -> None:
-    batch = torch_ops.tokens("cpu")
-    wrapper = torch_ops.planned_decode(batch)
+    tokens = torch_ops.tokens("cpu")
+    wrapper, q, cache = torch_ops.planned("Decode", tokens), tokens.q[:3], torch.stack(tokens.caches(), 1)
     handle, o_dtype = wrapper._handle, wrapper._o_dtype
     run = register.OPERATORS["paged_decode_run"]
-    q, cache = batch.q, batch.caches()
-    flat = [q, [*cache], *[None] * 8, False, None, None, None, None, None, None]
+    flat = [q, [cache], *[None] * 8, False, None, None, None, None, None, None]
     expected = wrapper.run(q, cache)
     assert torch.equal(run(handle, o_dtype, [], None, *flat)[0], expected)
     del wrapper
     gc.collect()
     with pytest.raises(cute_attn.RuntimeArgumentError, match=f"handle {handle} stands for no batch wrapper"):
         run(handle, o_dtype, [], None, *flat)
+
+
+# ---- CUDA graphs
+
+
+@needs_gpu
+@NEEDS_TRITON
+def test_cuda_graphs_of_inductor_see_new_plans() -> None:
+    """mode="reduce-overhead" captures a run; its replays compute what the wrapper is planned for then."""
+    tokens = torch_ops.tokens("cuda")
+    q, cache, indptr, indices = tokens.q[:3], tokens.caches(), tokens.kv_indptr, tokens.kv_indices
+    buffers = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (4, len(indices), 3)]
+    wrapper = cute_attn.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(torch_ops.workspace("cuda"), *buffers)
+    heads = torch_ops.HEADS, torch_ops.KV_HEADS, torch_ops.DIM, torch_ops.PAGE
+    plain = torch_ops.planned("Decode", tokens)
+    wrapper.plan(indptr, indices, tokens.last_page_len, *heads, q_data_type=torch_ops.BF16)
+    wrapper.run(q, cache)  # a run before any capture
+    function = compiled(lambda q: wrapper.run(q * 2, cache) + 1, "inductor", mode="reduce-overhead")
+    for step in range(6):
+        lengths = (tokens.last_page_len - step % 3).clamp(min=1)
+        wrapper.plan(indptr, indices, lengths, *heads, q_data_type=torch_ops.BF16)
+        plain.plan(indptr, indices, lengths, *heads, q_data_type=torch_ops.BF16)
+        torch.compiler.cudagraph_mark_step_begin()
+        got = function(q).clone()
+        # The sum cancels: an output that rounds otherwise in another schedule differs by its own ulp.
+        torch.testing.assert_close(got, plain.run(q * 2, cache) + 1, rtol=2**-7, atol=2**-7)
+
+
+@needs_gpu
+def test_a_wrapper_without_cuda_graphs_is_not_captured() -> None:
+    tokens = torch_ops.tokens("cuda")
+    wrapper, q, cache = torch_ops.planned("Decode", tokens), tokens.q[:3], tokens.caches()
+    function = compiled(lambda q: wrapper.run(q, cache), "eager")
+    function(q)
+    with (
+        pytest.raises(cute_attn.RuntimeArgumentError, match="make the wrapper with use_cuda_graph=True"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        function(q)

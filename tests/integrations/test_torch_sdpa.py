@@ -1,4 +1,5 @@
-"""aten's flash attention operators on cute_attn: numbers, strides and refusals on CPU tensors.
+"""aten's flash attention operators on cute_attn: numbers, strides and refusals on CPU tensors; behind torch's
+`scaled_dot_product_attention` and `varlen_attn` on a GPU.
 
 The operators have no CPU kernels of torch's own; here ours are registered for the CPU too, so that calls pass torch's
 dispatcher as they do on a GPU.
@@ -6,6 +7,7 @@ dispatcher as they do on a GPU.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator
 from itertools import pairwise
@@ -20,7 +22,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import cute_attn
 from cute_attn.integrations import aten_flash, sdpa
 from tests.support.dense_attention import attention, seen
-from tests.support.noted import noted
+from tests.support.engine_case import Batch, Tokens
+from tests.support.executors import needs_gpu
+from tests.support.noted import Noted, noted
 
 aten = torch.ops.aten
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
@@ -47,14 +51,19 @@ def some_heads(heads: int, tokens: int) -> torch.Tensor:
     return torch.randn(BATCH, heads + 1, tokens, DIM).bfloat16()[:, :heads]
 
 
-def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **band: Any) -> tuple[Any, Any]:
+def expected(q: Any, k: Any, v: Any, causal: bool, scale: float | None = None) -> tuple[Any, Any]:
     """Attention of `[..., heads, tokens, head_dim]` in fp64, and the natural-log lse."""
     if q.dim() == 4:
-        results = [expected(*request, causal, **band) for request in zip(q, k, v, strict=True)]
+        results = [expected(*request, causal, scale) for request in zip(q, k, v, strict=True)]
         return tuple(map(torch.stack, zip(*results, strict=True)))
-    kept = seen(q.shape[1], k.shape[1], causal, band.get("left", -1))
-    out, lse = attention(*(x.transpose(0, 1) for x in (q, k, v)), kept, band.get("scale"))
+    out, lse = attention(*(x.transpose(0, 1) for x in (q, k, v)), seen(q.shape[1], k.shape[1], causal), scale)
     return out.transpose(0, 1), lse.T * math.log(2)
+
+
+def assert_varlen(tokens: Tokens, out: torch.Tensor, lse: torch.Tensor, **options: Any) -> None:
+    want, want_lse = tokens.expected(**options)
+    torch.testing.assert_close(out.double(), want, **TOLERANCE)
+    torch.testing.assert_close(lse.T.double(), want_lse * math.log(2), rtol=1e-5, atol=1e-5)
 
 
 def steps(x: torch.Tensor) -> list[int]:
@@ -99,16 +108,11 @@ def test_no_layout_is_copied(make_q: Any, make_kv: Any, monkeypatch: pytest.Monk
 def test_varlen(left: int, right: int) -> None:
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    q, k, v = (torch.randn(rows, heads, DIM).half() for rows, heads in ((9, HEADS), (12, KV_HEADS), (12, KV_HEADS)))
-    cum_q, cum_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 8], [0, 5, 12]))  # row 8 is in no request
+    tokens = Tokens(Batch((3, 5), (5, 7), (HEADS, KV_HEADS), DIM, dtype=torch.half, kv_dtype=torch.half), "cpu")
+    q = torch.cat((tokens.q, tokens.q[:1]))  # row 8 is in no request
     options = {"window_size": (left, right), "enable_gqa": True, "scale": 0.2, "return_aux": AuxRequest(lse=True)}
-    out, lse = varlen_attn(q, k, v, cum_q, cum_k, 5, 7, **options)
-    for i in range(2):
-        rows, keys = slice(cum_q[i], cum_q[i + 1]), slice(cum_k[i], cum_k[i + 1])
-        band = {"scale": 0.2, **({} if left < 0 else {"left": left})}
-        want, want_lse = expected(*(x.transpose(0, 1) for x in (q[rows], k[keys], v[keys])), right == 0, **band)
-        torch.testing.assert_close(out[rows].transpose(0, 1).double(), want, **TOLERANCE)
-        torch.testing.assert_close(lse[:, rows].double(), want_lse, rtol=1e-5, atol=1e-5)
+    out, lse = varlen_attn(q, *tokens.ragged(), tokens.qo_indptr, tokens.token_indptr, 5, 7, **options)
+    assert_varlen(tokens, out[:8], lse[:, :8], scale=0.2, causal=right == 0, window_left=left)
     assert not out[8].any()
     assert (lse[:, 8] == -math.inf).all()
 
@@ -117,22 +121,17 @@ def test_varlen(left: int, right: int) -> None:
 def test_varlen_over_pages() -> None:
     from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
 
-    q, cache = torch.randn(8, HEADS, DIM).bfloat16(), torch.randn(2, 6, 4, KV_HEADS, DIM).bfloat16()
-    cum_q, lens = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([6, 8], dtype=torch.int32)
-    tables = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32)
-    options = {"window_size": (-1, 0), "enable_gqa": True, "seqused_k": lens, "block_table": tables}
+    tokens = Tokens(Batch((3, 5), (6, 8), (HEADS, KV_HEADS), DIM, page_size=4), "cpu")
+    q, cache, cum_q, pages = tokens.q, tokens.caches(), tokens.qo_indptr, tokens.block_tables()
+    paged = {"enable_gqa": True, "seqused_k": tokens.seq_lens, "block_table": pages}
+    options = {"window_size": (-1, 0), **paged}
     out, lse = varlen_attn(q, *cache, cum_q, None, 5, 8, return_aux=AuxRequest(lse=True), **options)
-    for i, pages in enumerate(tables.long()):
-        rows = slice(cum_q[i], cum_q[i + 1])
-        k, v = cache[:, pages].flatten(1, 2)[:, : lens[i]].transpose(1, 2)
-        want, want_lse = expected(q[rows].transpose(0, 1), k, v, True)
-        torch.testing.assert_close(out[rows].transpose(0, 1).double(), want, **TOLERANCE)
-        torch.testing.assert_close(lse[:, rows].double(), want_lse, rtol=1e-5, atol=1e-5)
+    assert_varlen(tokens, out, lse, scale=DIM**-0.5, causal=True)
     given = torch.empty_like(q)
     assert varlen_attn_out(given, q, *cache, cum_q, None, 5, 8, **options) is given
     assert torch.equal(given, out)
     with pytest.raises(cute_attn.NotSupported, match="block_table without a causal mask"):
-        varlen_attn(q, *cache, cum_q, None, 5, 8, enable_gqa=True, seqused_k=lens, block_table=tables)
+        varlen_attn(q, *cache, cum_q, None, 5, 8, **paged)
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -280,3 +279,141 @@ def test_torch_knows_the_name() -> None:
     assert sdpa.is_active()
     attention.restore_flash_attention_impl()
     assert not sdpa.is_active()
+
+
+# ---- on a GPU
+
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="inductor needs triton")
+CASES = (
+    # batch, heads, kv heads, qo_len, kv_len, head_dim, causal, by tokens: q, kv
+    (2, 8, 8, 512, 512, 128, True, True, True),
+    (2, 8, 2, 300, 300, 64, True, False, False),
+    (3, 8, 2, 100, 777, 128, False, True, False),
+    (1, 16, 4, 1, 4096, 128, False, False, False),
+    (4, 8, 2, 1, 1000, 128, False, True, True),
+    (2, 4, 4, 65, 130, 96, False, False, True),
+    (2, 4, 2, 257, 257, 256, True, True, True),
+    (2, 4, 4, 50, 50, 40, True, True, True),
+)
+
+
+@pytest.fixture
+def _active() -> Iterator[None]:
+    sdpa.activate()
+    yield
+    sdpa.deactivate()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Noted]]:
+    """Calls of the adapters, by name."""
+    return {name: noted(monkeypatch, aten_flash, name) for name in ("dense", "_ragged", "_paged")}
+
+
+def counts(calls: dict[str, list[Noted]]) -> dict[str, int]:
+    return {name: len(noted_calls) for name, noted_calls in calls.items() if noted_calls}
+
+
+def tensors(case: Any, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    batch, heads, kv_heads, qo_len, kv_len, head_dim, _, q_by_tokens, kv_by_tokens = case
+    made = []
+    for h, n, by_tokens in ((heads, qo_len, q_by_tokens), *[(kv_heads, kv_len, kv_by_tokens)] * 2):
+        x = torch.randn((batch, n, h, head_dim) if by_tokens else (batch, h, n, head_dim), dtype=dtype, device="cuda")
+        made.append(x.transpose(1, 2) if by_tokens else x)
+    return made
+
+
+def by_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        result: torch.Tensor = scaled_dot_product_attention(
+            *(x.double() for x in (q, k, v)), enable_gqa=True, **options
+        )
+    return result
+
+
+@needs_gpu
+@pytest.mark.usefixtures("_active")
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@torch.no_grad()
+def test_flash_calls_run_here(case: Any, dtype: torch.dtype, calls: dict[str, list[Noted]]) -> None:
+    q, k, v = tensors(case, dtype)
+    options = {"is_causal": case[6], "scale": 0.11}
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+    assert counts(calls) == {"dense": 1}
+    torch.testing.assert_close(out.double(), by_math(q, k, v, **options), rtol=2**-6, atol=2**-7)
+
+
+@needs_gpu
+@pytest.mark.usefixtures("_active")
+@pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}], ids=str)
+@NEEDS_TRITON
+@torch.no_grad()
+def test_compiled_on_a_gpu(options: Any, calls: dict[str, list[Noted]]) -> None:
+    def layer(q: Any, k: Any, v: Any) -> Any:
+        return scaled_dot_product_attention(q * 2, k, v, is_causal=True) + 1
+
+    torch._dynamo.reset()
+    q, k, v = tensors(CASES[0])
+    compiled = torch.compile(layer, fullgraph=True, **options)
+    for _ in range(4):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = compiled(q, k, v).clone()
+        torch.testing.assert_close(out.double(), by_math(q * 2, k, v, is_causal=True) + 1, rtol=2**-6, atol=2**-6)
+    assert counts(calls)
+
+
+@needs_gpu
+@pytest.mark.usefixtures("_active")
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (64, 0)])
+@torch.no_grad()
+def test_varlen_on_a_gpu(window: tuple[int, int], calls: dict[str, list[Noted]]) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    tokens = Tokens(Batch((100, 1, 300), (100, 500, 700), (8, 8), 128), "cuda")
+    arguments = tokens.q, *tokens.ragged(), tokens.qo_indptr.cuda(), tokens.token_indptr.cuda(), 300, 700
+    try:
+        out = varlen.varlen_attn(*arguments, window_size=window)
+    except TypeError:  # an older torch: is_causal in place of windows
+        if window[0] >= 0:
+            pytest.skip("this torch has no windows in varlen_attn")
+        out = varlen.varlen_attn(*arguments, window == (-1, 0))
+    assert counts(calls) == {"_ragged": 1}
+    want, _ = tokens.expected(128**-0.5, causal=window[1] == 0, window_left=window[0])
+    torch.testing.assert_close(out.cpu().double(), want, rtol=2**-6, atol=2**-7)
+
+
+@needs_gpu
+@pytest.mark.usefixtures("_active")
+def test_gradients_are_refused() -> None:
+    q, k, v = tensors(CASES[0])
+    with pytest.raises(cute_attn.ArgumentError, match="computes no gradients"), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        scaled_dot_product_attention(q.requires_grad_(), k, v)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # other backends of torch train as before
+        scaled_dot_product_attention(q, k, v).sum().backward()
+    assert q.grad is not None
+
+
+@needs_gpu
+@torch.no_grad()
+def test_deactivation_restores_torch(calls: dict[str, list[Noted]]) -> None:
+    q, k, v = tensors(CASES[0])
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        before = scaled_dot_product_attention(q, k, v)
+        sdpa.activate()
+        scaled_dot_product_attention(q, k, v)
+        sdpa.deactivate()
+        assert counts(calls) == {"dense": 1}
+        assert torch.equal(scaled_dot_product_attention(q, k, v), before)
+    assert counts(calls) == {"dense": 1}
+
+
+@needs_gpu
+@pytest.mark.usefixtures("_active")
+@torch.no_grad()
+def test_masks_stay_with_torch(calls: dict[str, list[Noted]]) -> None:
+    q, k, v = tensors(CASES[0])
+    mask = torch.rand(512, 512, device="cuda") > 0.5
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert not counts(calls)
+    torch.testing.assert_close(out.double(), by_math(q, k, v, attn_mask=mask), rtol=2**-6, atol=2**-6)

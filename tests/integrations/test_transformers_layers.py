@@ -54,6 +54,15 @@ def described(kv_len, q_len, q_offset, attention_mask=None, function=masking_uti
     return masks.attention_mask(**common), exact.expand(2, 1, -1, -1)[:, 0]
 
 
+def assert_sees(seen, qkv, mask, module=MODULE, near=CLOSE, **options):
+    """A layer's attention under `mask` and options is that under `seen`; its output."""
+    out, weights = forward.attention(module, *qkv, mask, **options)
+    assert weights is None
+    names = {"scaling": "scale", "softcap": "soft_cap", "s_aux": "sinks"}
+    assert (out - expected(*qkv, seen, **{n: options[o] for o, n in names.items() if o in options})).abs().max() < near
+    return out
+
+
 def padded(kv_len, *ranges):
     kept = torch.zeros(2, kv_len, dtype=torch.bool)
     for row, (first, stop) in zip(kept, ranges, strict=True):
@@ -94,14 +103,9 @@ def test_a_layer_sees_what_the_mask_of_sdpa_says(name, order, q_len):
     """With caps (which decode plans for) and without, sinks, values of another width."""
     case = {"q_offset": 12 - q_len, **MASKS[name]}
     mask, seen = described(12, q_len, **case)
-    for more, dims in (({}, (16, 16)), ({"soft_cap": 2.0}, (16, 16)), ({"scale": 0.3}, (24, 16)), ({}, (512, 512))):
-        q, k, v = layer(q_len=q_len, dims=dims, order=order)
-        sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if dims[0] == 24 else None
-        out, weights = forward.attention(
-            MODULE, q, k, v, mask, scaling=more.get("scale"), softcap=more.get("soft_cap"), s_aux=sinks
-        )
-        assert weights is None
-        assert (out - expected(q, k, v, seen, sinks=sinks, **more)).abs().max() < 2 * CLOSE
+    scaled = {"scaling": 0.3, "s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}
+    for more, dims in (({}, (16, 16)), ({"softcap": 2.0}, (16, 16)), (scaled, (24, 16)), ({}, (512, 512))):
+        assert_sees(seen, layer(q_len=q_len, dims=dims, order=order), mask, near=2 * CLOSE, **more)
 
 
 def test_right_padding_gives_zeros_where_a_query_is_padding():
@@ -116,13 +120,11 @@ def test_right_padding_gives_zeros_where_a_query_is_padding():
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 4), (False, None), (False, 4)])
 def test_without_a_mask_the_layer_says_what_is_seen(causal, window):
-    q, k, v = layer()
     i, j = torch.arange(7, 12)[:, None], torch.arange(12)
     seen = (j <= i) if causal else torch.ones(5, 12, dtype=torch.bool)
     if window:
         seen = seen & ((i - j).abs() < window)
-    out, _ = forward.attention(MODULE, q, k, v, None, is_causal=causal, sliding_window=window)
-    assert (out - expected(q, k, v, seen.expand(2, -1, -1))).abs().max() < CLOSE
+    assert_sees(seen.expand(2, -1, -1), layer(), None, is_causal=causal, sliding_window=window)
 
 
 def test_patterns_are_recognised_and_unknown_functions_are_not():
@@ -191,9 +193,7 @@ def test_packed_tokens_see_what_the_mask_of_sdpa_says(name, inner):
     assert descriptors.is_rows(mask) == ((name == "runs" and "chunk" not in inner) or name == "positions start late"), (
         "the exact mask is for what runs do not describe"
     )
-    q, k, v = layer(q_len=8, kv_len=8)
-    out, _ = forward.attention(MODULE, q, k, v, mask)
-    assert (out - expected(q, k, v, seen)).abs().max() < CLOSE
+    assert_sees(seen, layer(q_len=8, kv_len=8), mask)
 
 
 @pytest.mark.parametrize("kind", ["decode", "soft cap", "exact", "unmasked"])
@@ -224,13 +224,10 @@ def test_ops_pass_opcheck():
 
 
 def test_a_mask_that_changes_between_layers_is_read_again():
-    q, k, v = layer()
     mask = described(12, 5, 7)[1][:, None].clone()
-    modules = [SimpleNamespace(is_causal=True, training=False, layer_idx=i) for i in range(2)]
-    forward.attention(modules[0], q, k, v, mask)
-    mask[:, :, :, :6] = False
-    out, _ = forward.attention(modules[1], q, k, v, mask)
-    assert (out - expected(q, k, v, mask[:, 0])).abs().max() < CLOSE
+    for i in range(2):
+        assert_sees(mask[:, 0], layer(), mask, SimpleNamespace(is_causal=True, training=False, layer_idx=i))
+        mask[:, :, :, :6] = False
 
 
 @pytest.mark.parametrize("layer_idx", [None, 0])
@@ -281,7 +278,6 @@ SEQUENCES = {
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_cu_seq_lens_part_what_every_mask_lets_see(name, bounds):
     function, options = SEQUENCES[name]
-    q, k, v = layer(batch=1, q_len=12)
     i, j = torch.arange(12)[:, None], torch.arange(12)
     if function is None:
         mask, seen = None, j <= i if options.get("is_causal", True) else i == i
@@ -295,8 +291,8 @@ def test_cu_seq_lens_part_what_every_mask_lets_see(name, bounds):
     of_caller = torch.zeros(1, 1, 12, 12).masked_fill(~seen, -torch.inf)
     seen = (seen & (number[:, None] == number))[None]
     for given in mask, of_caller:
-        out, _ = forward.attention(MODULE, q, k, v, given, cu_seq_lens_q=lens, cu_seq_lens_k=lens.clone(), **options)
-        assert (out - expected(q, k, v, seen)).abs().max() < CLOSE
+        lengths = {"cu_seq_lens_q": lens, "cu_seq_lens_k": lens.clone()}
+        assert_sees(seen, layer(batch=1, q_len=12), given, **lengths, **options)
 
 
 def test_cu_seq_lens_are_refused_where_they_cannot_be_obeyed():
@@ -386,10 +382,9 @@ def test_kernels_read_caches_in_place(q_len, padding, monkeypatch):
     monkeypatch.setattr(plans, "_sessions", OrderedDict())
     kept = None if padding is None else torch.nn.functional.pad(padding, (0, 8))
     mask, seen = described(48, q_len, torch.tensor(40 - q_len), kept)
-    q, k, v = layer(heads=2, kv_heads=1, q_len=q_len, kv_len=48, dims=(64, 64))
+    qkv = layer(heads=2, kv_heads=1, q_len=q_len, kv_len=48, dims=(64, 64))
     with using("sm_90a"):
-        out, _ = forward.attention(MODULE, q, k, v, mask, backend="emulator")
-    assert (out - expected(q, k, v, seen)).abs().max() < CLOSE
+        assert_sees(seen, qkv, mask, backend="emulator")
 
 
 def test_workspaces_of_streams_are_bounded(monkeypatch):

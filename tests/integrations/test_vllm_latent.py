@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ from cute_attn.integrations.vllm import latent, support
 from cute_attn.integrations.vllm.latent import LatentDecodes, LatentPrefills
 from cute_attn.integrations.vllm.metadata import split_decodes
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
-from tests.support.engine_case import Graph
+from tests.support.engine_case import Batch, Graph, Tokens, ends, merge, workspace
 from tests.support.executors import DEVICES, needs_gpu
 from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase, newest
 from tests.support.noted import noted
@@ -114,54 +113,36 @@ def test_a_graph_decodes_with_the_lengths_of_its_replay(q_len: int) -> None:
 # ---- prefills
 
 
-def indptr(lengths: Sequence[int], device: str) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int().to(device)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_prefills_merge_new_tokens_and_chunks_of_context(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers share the plans of a step; values are columns of wider rows, as vLLM splits them."""
-    new, chunks, heads = (5, 9), ((20, 4), (7, 30)), 2
-    generator = torch.Generator().manual_seed(0)
-    workspace = torch.empty(8 << 20, dtype=torch.uint8, device=device)
-    dims = {"num_qo_heads": heads, "num_kv_heads": heads, "head_dim_qk": 128 + ROPE, "head_dim_vo": 128}
-    prefills = LatentPrefills(workspace, sm_scale=SCALE, **dims)
+    new, chunks = (5, 9), ((20, 4), (7, 30))
+    lens = list(zip(*chunks, new, strict=True))  # of each request
+    dims = {"num_qo_heads": 2, "num_kv_heads": 2, "head_dim_qk": 128 + ROPE, "head_dim_vo": 128}
+    prefills = LatentPrefills(workspace(device), sm_scale=SCALE, **dims)
     plans = noted(monkeypatch, BatchPrefillWithRaggedKVCacheWrapper, "plan")
     prefills.begin(torch.tensor(new))
-    for _ in range(2):
-
-        def rows(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-            wide = torch.randn(sum(lengths), heads, 256, generator=generator).bfloat16().to(device)
-            return torch.randn(sum(lengths), heads, 192, generator=generator).bfloat16().to(device), wide[..., 128:]
-
-        (own_k, own_v), parts = rows(new), [rows(lengths) for lengths in chunks]
-        q = torch.randn(sum(new), heads, 192, generator=generator).bfloat16().to(device)
-        results = [prefills.run((q, own_k, own_v), None, True)]
-        for i, (lengths, (k, v)) in enumerate(zip(chunks, parts, strict=True)):
-            described_chunk = SimpleNamespace(
-                index=i, query_start_loc=indptr(new, device), cu_seq_lens=indptr(lengths, device)
-            )
-            results.append(
-                prefills.run((q, k, v), torch.empty_like(v[:0]).new_empty(len(q), heads, 128), True, described_chunk)
-            )
-        lses = torch.stack([lse.double() for _, lse in results])
-        assert all(lse.shape == (heads, len(q)) and lse.is_contiguous() for _, lse in results)
-        weights = (lses - lses.logsumexp(0)).exp()
-        merged = sum(w.T[..., None] * out.double() for w, (out, _) in zip(weights, results, strict=True))
-        for i, own in enumerate(zip(indptr(new, "cpu"), indptr(new, "cpu")[1:], strict=False)):
-            keys, values = (
-                torch.cat([part[x][slice(*indptr(n, "cpu")[i : i + 2])] for n, part in zip(chunks, parts, strict=True)])
-                for x in range(2)
-            )
-            mine = slice(*own)
-            want = newest(q[mine].cpu(), torch.cat((keys, own_k[mine])).cpu(), torch.cat((values, own_v[mine])).cpu())
-            torch.testing.assert_close(merged[mine].cpu(), want, rtol=1e-2, atol=1e-2)
+    for seed in range(2):
+        whole = Tokens(Batch(new, [*map(sum, lens)], (2, 2), 128 + ROPE, 128, seed=seed), device)
+        k, v = (
+            [torch.cat(part).bfloat16().to(device) for part in zip(*map(torch.split, side, lens), strict=True)]
+            for side in (whole.keys, whole.values)
+        )
+        v = [torch.nn.functional.pad(x, (128, 0))[..., 128:] for x in v]
+        results = [prefills.run((whole.q, k[2], v[2]), None, True)]
+        for i, n in enumerate(chunks):
+            bounds = {"query_start_loc": ends(new).to(device), "cu_seq_lens": ends(n).to(device)}
+            out = torch.empty(sum(new), 2, 128, dtype=whole.q.dtype, device=device)
+            results.append(prefills.run((whole.q, k[i], v[i]), out, True, SimpleNamespace(index=i, **bounds)))
+        assert all(lse.shape == (2, sum(new)) and lse.is_contiguous() for _, lse in results)
+        merged, _ = merge([(out, lse.T / math.log(2)) for out, lse in results])
+        torch.testing.assert_close(merged, whole.expected(SCALE, causal=True)[0], rtol=1e-2, atol=1e-2)
     assert [plan.kwargs["causal"] for plan in plans] == [True, False, False]
     prefills.begin(torch.tensor([3]))
-    q, k, v = q[:3], own_k[:3], own_v[:3]
-    out = torch.empty(3, heads, 128, dtype=q.dtype, device=device)
-    assert prefills.run((q, k, v), out, False) is out  # planned again
-    torch.testing.assert_close(out.double().cpu(), newest(q.cpu(), k.cpu(), v.cpu()), rtol=1e-2, atol=1e-2)
+    newest_3 = whole.q[:3], k[2][:3], v[2][:3]
+    out = torch.empty(3, 2, 128, dtype=whole.q.dtype, device=device)
+    assert prefills.run(newest_3, out, False) is out  # planned again
+    torch.testing.assert_close(out.double().cpu(), newest(*(x.cpu() for x in newest_3)), rtol=1e-2, atol=1e-2)
 
 
 # ---- refusals

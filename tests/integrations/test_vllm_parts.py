@@ -28,18 +28,14 @@ from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, spl
 from cute_attn.integrations.vllm.support import Layer
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support.emulated_calls import emulated_append
-from tests.support.engine_case import Graph
+from tests.support.engine_case import Graph, ends
 from tests.support.executors import DEVICES, needs_gpu
 from tests.support.noted import noted
-from tests.support.vllm_case import UNTOUCHED, Step
+from tests.support.vllm_case import UNTOUCHED, Step, assert_near
 
 BF16 = torch.bfloat16
 LLAMA = Layer(4, 64, 0.125, 2)
 MIXED = [(1, 37), (1, 5), (20, 20), (7, 50)]  # two decodes, a prefill, an extension
-
-
-def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
 
 
 # ---- layers
@@ -86,10 +82,7 @@ STEPS = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", STEPS)
 def test_layer_matches_the_formula(name: str, device: str) -> None:
-    case = Step(**STEPS[name], device=device)  # type: ignore[arg-type]
-    attention, step = case.attention(), case.metadata()
-    case.fill(attention)
-    assert_near(case.output(attention, step), case.expected())
+    Step(**STEPS[name], device=device).check()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -114,11 +107,8 @@ def test_encoder_layers_that_are_refused(changed: dict[str, Any]) -> None:
 
 
 def test_windows_of_tokens_that_see_later_keys_are_refused() -> None:
-    case = Step(MIXED, LLAMA._replace(window_left=8), causal=False)
-    attention = case.attention()
-    case.fill(attention)
     with pytest.raises(NotImplementedError, match="sliding window of tokens that see later keys"):
-        case.output(attention, case.metadata())
+        Step(MIXED, LLAMA._replace(window_left=8), causal=False).check()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -126,12 +116,10 @@ def test_windows_of_tokens_that_see_later_keys_are_refused() -> None:
 def test_nvfp4_cache(memory_order: str, device: str) -> None:
     layer = Layer(4, 64, 0.125, 2, kv_cache_dtype="nvfp4")
     case = Step(MIXED, layer, memory_order=memory_order, scales=(0.01, 0.02), device=device)
-    attention, step = case.attention(), case.metadata()
-    case.fill(attention)
+    case.check()
     for rows, given in zip(case.stored(), (case.k, case.v), strict=True):
         error = (torch.cat(list(rows)) - torch.cat(given).double()).norm() / torch.cat(given).double().norm()
         assert error < 0.12  # of 4-bit numbers with a scale per 16
-    assert_near(case.output(attention, step), case.expected())
 
 
 @pytest.mark.emulator
@@ -148,11 +136,8 @@ def test_kernels_read_and_write_the_cache(
     scales = (1.0, 1.0) if kv_cache_dtype == "auto" else (0.5, 0.25)
     case = Step([(1, 20), (3, 19) if kv_cache_dtype == "nvfp4" else (33, 33)], layer, scales=scales)
     case.images = images
-    attention, step = case.attention(), case.metadata("emulator")
     with emulator.using("sm_90a"):
-        case.fill(attention)
-        out = case.output(attention, step)
-    assert_near(out, case.expected())
+        case.check(step=case.metadata("emulator"))
 
 
 def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,16 +148,12 @@ def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: 
     changes = [{}, {"scale": 0.3}, {"window_left": 8}, {"sinks": True}, {"kv_cache_dtype": "bfloat16"}]
     for layer in [*(LLAMA._replace(**changed) for changed in changes), LLAMA]:
         case.layer, case.sinks = layer, sinks if layer.sinks else None
-        attention = case.attention()
-        case.fill(attention)
-        assert_near(case.output(attention, step), case.expected())
+        case.check(step=step)
     assert len(plans) == 2
     other = Step([(1, 9), (30, 60)], LLAMA, seed=1)
     after = other.metadata()
     after.sessions = step.sessions  # the next step of the same group
-    attention = LayerAttention(LLAMA, BF16, None)
-    other.fill(attention)
-    assert_near(other.output(attention, after), other.expected())
+    other.check(step=after)
     case.layer = LLAMA
     attention = LayerAttention(LLAMA, BF16, None)
     assert_near(case.output(attention, step), case.expected())  # planned again, not with other lengths
@@ -311,10 +292,6 @@ def test_caches_of_another_packing_are_refused() -> None:
 # ---- the batch
 
 
-def starts(*lengths: int) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
-
-
 @pytest.mark.parametrize(
     ("lengths", "tokens", "threshold", "expected"),
     [
@@ -330,7 +307,7 @@ def starts(*lengths: int) -> torch.Tensor:
     ],
 )
 def test_split(lengths: tuple[int, ...], tokens: int, threshold: int, expected: tuple[Any, ...]) -> None:
-    assert split_decodes(starts(*lengths), len(lengths), tokens, max(lengths), threshold) == expected
+    assert split_decodes(ends(lengths), len(lengths), tokens, max(lengths), threshold) == expected
 
 
 def test_lengths_come_from_the_host_where_the_bound_is_exact() -> None:
@@ -344,7 +321,7 @@ def test_lengths_come_from_the_host_where_the_bound_is_exact() -> None:
         def __exit__(self, *_: object) -> None: ...
 
     def lengths(first: int, exact: Any, padding: int = 0) -> list[int]:
-        loc = starts(2, 4, 6 - padding)
+        loc = ends((2, 4, 6 - padding))
         if padding:
             loc[3] = loc[2]
         batch = Batch(3, loc, loc, on_device, torch.zeros(3, 1, dtype=torch.int32), bound, exact, Sync)

@@ -114,17 +114,6 @@ def test_what_tensor_maps_cannot_hold(monkeypatch: pytest.MonkeyPatch, address: 
         tensormap.Encoder("float16", (64, 0), strides, (64, 8), tensormap.SWIZZLE_128B, 1)(8, address)
 
 
-def test_parameter_blocks_follow_the_kernel(target: Target, fired: list[NamedLaunch]) -> None:
-    problem = single()
-    values = packed(target, problem, fired)
-    assert decode(values.k).address == values.k_address == problem.k.data_ptr()
-    assert values.counters == counters.of_device(CPU).address(0)
-    assert (values.qo_len, values.kv_len) == (100, 300)
-    assert (values.num_qo_heads, values.group, values.kv_group) == (8, 4, 1)
-    assert values.box_rows == tile_of(target, problem).cols
-    assert values.kv_indices == 0
-
-
 @pytest.mark.parametrize(
     ("qo_len", "heads", "shared"), [(1, (8, 2), 4), (5000, (8, 2), 4), (1, (6, 2), 3), (1, (9, 1), 9)]
 )

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,21 +22,15 @@ from perf import append, bench, harness, latent, overhead, peers, report, run, w
 from perf.harness import ceilings
 from perf.machine import UnavailableError
 from perf.peers import PEERS, Peer
-from perf.rows import DECODE, SECTIONS, SPREAD
+from perf.rows import ANCHORS, SECTIONS
 from perf.workloads import BatchInputs, BatchWorkload, equal, one_request
-from tests.perf import ENVIRONMENT, assert_right, our_candidates
+from tests.perf import BATCHES, ENVIRONMENT, assert_right, our_candidates
 from tests.support.dense_attention import attention, seen
 
 DTYPES = ("bfloat16", "e4m3")
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SMALL = one_request(96, 128, 4, 2, 64, 64, causal=True, dtype="float16")
-BATCHES = [
-    equal(2, 40, 40, (4, 2), 64, causal=True),
-    BatchWorkload((3, 20), (50, 20), 4, 2, 64, 16, causal=True),
-    BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16),
-    BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16, window_left=15, sinks=True),
-]
 CEILINGS = {"read": 4000.0, "copy": 4000.0, "gemm": 700.0}
 
 
@@ -94,13 +88,10 @@ def test_wrong_appends_are_refused(
         append.check(x, want, name, lambda: None)
 
 
-@given(st.integers(1, 40), st.integers(1, 40), st.booleans())
-def test_pairs_are_counted_exactly(qo_len: int, kv_len: int, causal: bool) -> None:
-    w = one_request(qo_len, kv_len, 1, 1, 64, 64, causal)
-    visible = [
-        (i, j) for i, j in itertools.product(range(qo_len), range(kv_len)) if not causal or j <= i + kv_len - qo_len
-    ]
-    assert w.pairs(0) == len(visible)
+@given(st.integers(2, 40), st.integers(1, 40), st.sampled_from(((False, -1), (True, -1), (True, 0), (True, 9))))
+def test_pairs_are_counted_exactly(qo_len: int, kv_len: int, mask: tuple[bool, int]) -> None:
+    w = BatchWorkload((qo_len,), (kv_len,), 1, 1, 64, causal=mask[0], window_left=mask[1])
+    assert w.pairs(0) == seen(qo_len, kv_len, *mask).sum()
 
 
 def test_work_of_known_problems() -> None:
@@ -128,24 +119,25 @@ def test_input_sets_exceed_twice_the_l2() -> None:
         assert w.num_sets(l2_bytes) * w.bytes > 2 * l2_bytes >= (w.num_sets(l2_bytes) - 1) * w.bytes
 
 
-class FakeReplay:
-    def __init__(self, name: str, launches: int) -> None:
-        self.name, self.launches = name, launches
+class FakeReplay(NamedTuple):
+    name: str
+    launches: int
 
 
 class FakeTimer:
-    """Timer whose launches take `speeds` (ms, by what the call returns), with a jitter of 0, +10 %, -10 % in turn."""
+    """Timer whose launches take `speeds` (ms, by candidate), with a jitter of 0, +10 %, -10 % in turn. Candidates are
+    told by the order of captures, two of each: a probe and the real one.
+    """
 
     def __init__(self, speeds: dict[str, float]) -> None:
         self.speeds = speeds
         self.order: list[str] = []
-        self.walked: list[list[str]] = []
+        self.walked: list[list[Any]] = []
         self.runs = 0
 
     def capture(self, calls: Sequence[Callable[[], Any]], launches: int) -> FakeReplay:
-        walked = [calls[i % len(calls)]() for i in range(launches)]
-        self.walked.append(walked)
-        return FakeReplay(walked[0].rstrip("0123456789"), launches)
+        self.walked.append([calls[i % len(calls)]() for i in range(launches)])
+        return FakeReplay(list(self.speeds)[(len(self.walked) - 1) // 2], launches)
 
     def run(self, replays: Sequence[Any]) -> list[float]:
         self.runs += 1
@@ -208,18 +200,8 @@ def test_checked_rows_are_distinct_and_exist(qo_len: int) -> None:
     assert max(rows) < qo_len
 
 
-class SdpaTimer(FakeTimer):
-    """Timer that names replays by the order of capture: two captures (probe and real) per candidate."""
-
-    def capture(self, calls: Sequence[Callable[[], Any]], launches: int) -> FakeReplay:
-        for call in calls:
-            call()
-        self.walked.append([])
-        return FakeReplay(list(self.speeds)[(len(self.walked) - 1) // 2], launches)
-
-
 def test_ceilings_from_times() -> None:
-    timer = SdpaTimer({"sum": 2.0, "max": 1.0, "copy": 4.0, "gemm": 0.5})
+    timer = FakeTimer({"sum": 2.0, "max": 1.0, "copy": 4.0, "gemm": 0.5})
     found = ceilings(timer, CPU, read_bytes=1 << 20, gemm_size=64)
     assert found["read"] == pytest.approx((1 << 20) / 1e-3 / 1e9)  # the faster of two ways to read
     assert found["copy"] == pytest.approx(2 * (1 << 20) / 4e-3 / 1e9)
@@ -288,14 +270,6 @@ def test_the_xqa_function_is_a_candidate_next_to_the_wrapper(w: BatchWorkload) -
     assert "cute_attn xqa function" not in bench.candidates("paged prefill", ["auto"])
 
 
-def test_rows_of_the_anchors() -> None:
-    by_heads = {(w.num_qo_heads, w.page_size, w.kv_dtype) for w in DECODE}
-    assert by_heads == set(itertools.product((32,), (16,), DTYPES)) | set(itertools.product((64,), (64,), DTYPES))
-    assert len({w.name for w in DECODE}) == 24
-    uneven, even = SPREAD[:2]
-    assert sum(uneven.kv_lens) == pytest.approx(sum(even.kv_lens), rel=1e-2)
-
-
 def test_work_of_batches() -> None:
     w = BatchWorkload((1, 1), (100, 33), 8, 2, 128, 16, kv_dtype="e4m3")
     assert w.bytes == 2 * 133 * 2 * 128 + 2 * 2 * 8 * 128 * 2
@@ -350,7 +324,7 @@ def row_of_fakes() -> dict[str, Any]:
         "peer C": absent,
         "peer D": bind(0.0),
     }
-    timer = SdpaTimer({"cute_attn": 1.0, "peer A": 1.25, "peer D": 2.0})
+    timer = FakeTimer({"cute_attn": 1.0, "peer A": 1.25, "peer D": 2.0})
     return bench.run_row(SMALL, binds, timer, CEILINGS, CPU, l2_bytes=1 << 16, rounds=9)
 
 
@@ -376,7 +350,7 @@ def test_ratio_needs_both_sides() -> None:
     assert bench.compare_with_peers({"cute_attn": absent, "x": fast}) == {"best_peer": "x", "ratio": None}
 
 
-def test_markdown_shows_every_number_and_reason(tmp_path: Path) -> None:
+def test_markdown_shows_every_number_and_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = row_of_fakes()
     record = {
         "command": "python -m perf.run prefill",
@@ -386,22 +360,17 @@ def test_markdown_shows_every_number_and_reason(tmp_path: Path) -> None:
         "failed_rows": {"a long row": "OutOfMemoryError: too long"},
     }
     bench.save(record, tmp_path / "deep" / "record.json")
-    done = subprocess.run(
-        [sys.executable, "-m", "perf.report", str(tmp_path / "deep" / "record.json")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    line = next(line for line in done.stdout.splitlines() if SMALL.name in line)
+    report.main([str(tmp_path / "deep" / "record.json")])
+    shown = capsys.readouterr().out
+    line = next(line for line in shown.splitlines() if SMALL.name in line)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     speed = row["candidates"]["cute_attn"]["speed"]
     assert cells[1].startswith(f"{speed:.1f} (")
     assert cells[-3] == "1.25 (peer A)"
     assert cells[-1] == "1755"
-    assert "peer C: UnavailableError: it is not installed (1 of 1 rows)" in done.stdout
-    assert "- a long row: OutOfMemoryError: too long" in done.stdout
-    assert "bf16 GEMM 700 TFLOP/s" in done.stdout
+    assert "peer C: UnavailableError: it is not installed (1 of 1 rows)" in shown
+    assert "- a long row: OutOfMemoryError: too long" in shown
+    assert "bf16 GEMM 700 TFLOP/s" in shown
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "perf/results").glob("*.json")), ids=lambda path: path.stem)
@@ -410,14 +379,6 @@ def test_reports_show_every_record(path: Path, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     assert json.loads(path.read_text())["environment"]["date"] in shown
     assert "| --- |" in shown
-
-
-def test_markdown_of_host_times() -> None:
-    timing = {"median_us": 21.5, "p20_us": 21.0, "p80_us": 22.25, "launches": 200, "rounds": 31}
-    overhead = {"single": timing, "peer": {"reason": "not here"}}
-    text = report.markdown({"command": "x", "environment": ENVIRONMENT, "overhead": overhead})
-    assert "| single | 21.5 (21.0-22.2) |" in text
-    assert "| peer | not here |" in text
 
 
 def test_host_times_divide_wall_time_by_calls() -> None:
@@ -442,7 +403,7 @@ def test_growing_cache_takes_every_length() -> None:
 
 def test_overhead_calls_run() -> None:
     kinds = overhead.calls, overhead.unplanned_calls, overhead.batch_calls
-    for calls in (*kinds, overhead.optional_calls, overhead.unplanned_optional_calls, overhead.latent_calls):
+    for calls in (*kinds, overhead.optional_calls, overhead.latent_calls):
         for call in calls(CPU).values():
             call()
     stages = overhead.parts(CPU)
@@ -471,6 +432,8 @@ def test_builds_are_distinct_and_of_the_right_phase() -> None:
 def test_rows_are_selected_by_words_and_have_names_of_their_own() -> None:
     for section in SECTIONS.values():
         assert len({w.name for w in section.workloads}) == len(section.workloads) > 0
+    anchors = [w.name for section in ANCHORS.values() for w in section.workloads]  # whose tables have several sections
+    assert len(set(anchors)) == len(anchors)
     rows = SECTIONS["single-prefill"].workloads
     assert len(run.select(rows, ["d128", "causal", "h32/8"])) == len(run.select(rows, ["d128 causal h32/8"])) == 2
 
@@ -483,17 +446,3 @@ def test_the_reason_is_given_without_a_gpu(command: str) -> None:
     assert done.returncode == 2
     assert "Nothing can be measured" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_windows_of_prefill() -> None:
-    """Pairs by counting, and the reference's rows by a mask written out."""
-    w = BatchWorkload((5, 3), (9, 3), 2, 1, 64, causal=True, window_left=2)
-    pairs = [[max(0, min(last, 2) + 1) for last in range(kv - qo, kv)] for qo, kv in ((5, 9), (3, 3))]
-    assert w.flops == sum(map(sum, pairs)) * 4 * 64 * 2
-    x = w.inputs(torch.device("cpu"))
-    truth = bench.oracle(w, x)
-    rows, start = [], 0
-    for request, (qo, kv) in enumerate(((5, 9), (3, 3))):
-        rows.append(attention(x.q[start : start + qo], *w.tokens(x, request), seen(qo, kv, True, 2))[0])
-        start += qo
-    assert truth.error(torch.cat(rows)) < 1e-12

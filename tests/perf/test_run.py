@@ -17,18 +17,11 @@ from perf.machine import UnavailableError
 from perf.rows import ANCHORS, GROUPS, SECTIONS, Section
 from perf.run import Pace
 from perf.workloads import BatchWorkload, equal
-from tests.perf import ENVIRONMENT, our_candidates
+from tests.perf import BATCHES, ENVIRONMENT, our_candidates
 from tests.support import dense_attention
 from tests.support.dense_attention import seen
 
 CPU = torch.device("cpu")
-VARIED = [
-    equal(3, 4, 50, (4, 2), 64, 16, causal=True),
-    BatchWorkload((3, 20), (50, 20), 4, 2, 64, causal=True),
-    BatchWorkload((3, 20), (50, 20), 4, 2, 64, 16, causal=True, window_left=9, sinks=True),
-    BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16, window_left=15, sinks=True),
-    equal(2, 40, 40, (4, 2), 64, causal=True),
-]
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: Any, sink: Any) -> torch.Tensor:
@@ -63,7 +56,7 @@ def fake_flash_attention_4() -> Any:
     return types.SimpleNamespace(flash_attn_func=dense, flash_attn_varlen_func=varied)
 
 
-@pytest.mark.parametrize("w", VARIED, ids=lambda w: w.name)
+@pytest.mark.parametrize("w", BATCHES, ids=lambda w: w.name)
 def test_flash_attention_4_is_handed_the_problem(w: BatchWorkload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "module", lambda name: fake_flash_attention_4())
     sets = [w.inputs(CPU, seed) for seed in range(2)]
@@ -72,7 +65,7 @@ def test_flash_attention_4_is_handed_the_problem(w: BatchWorkload, monkeypatch: 
 
 
 def test_a_backend_that_auto_took_is_not_timed_twice() -> None:
-    w = VARIED[1]
+    w = BATCHES[1]
     calls, entries = bench.prepare(w, our_candidates(w, "auto", "reference"), [w.inputs(CPU)])
     assert list(calls) == ["cute_attn", bench.HOST_LENGTHS]
     assert entries["cute_attn"]["backend"] == "reference"
@@ -201,19 +194,6 @@ def test_a_peer_that_breaks_the_context_costs_its_own_result_alone(machine: dict
     assert record["failed_rows"] == {}
 
 
-def test_sections_of_the_anchors() -> None:
-    assert {name: len(section.workloads) for name, section in ANCHORS.items()} == {
-        "prefill": 24,
-        "decode": 24,
-        "behind-prefill": 3,
-        "behind-decode": 5,
-        "other-prefill": 7,
-        "other-decode": 15,
-    }
-    names = [w.name for section in ANCHORS.values() for w in section.workloads]
-    assert len(set(names)) == len(names)
-
-
 def test_groups_and_sections_are_chosen_by_name() -> None:
     assert all(name in SECTIONS for names in GROUPS.values() for name in names)
     chosen = run.chosen_sections(["anchors", "vit", "prefill", "random"], ["d64"], seed=3)
@@ -255,10 +235,3 @@ def test_random_rows_are_those_of_their_seed() -> None:
         assert 8 <= w.num_qo_heads <= 64
         assert w.num_qo_heads % w.num_kv_heads == 0
         assert all(qo_len <= kv_len for qo_len, kv_len in zip(w.qo_lens, w.kv_lens, strict=True))
-
-
-def test_values_may_be_narrower_than_keys() -> None:
-    w = BatchWorkload((5, 3), (5, 3), 4, 2, 48, causal=True, head_dim_v=32)
-    calls, entries = bench.prepare(w, bench.candidates(w.phase, ["auto"]), [w.inputs(CPU)])
-    assert {"cute_attn", bench.HOST_LENGTHS} <= set(calls), entries
-    assert calls["cute_attn"][0]().shape == (8, 4, 32)

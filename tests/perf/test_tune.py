@@ -22,7 +22,7 @@ from cute_attn.schedule.batch import Size
 from perf import rings, run, tiles, tune
 from perf.rows import SECTIONS, Section
 from perf.tiles import Trial
-from perf.workloads import BatchWorkload, equal, one_request
+from perf.workloads import BatchWorkload, equal
 from tests.support.backend_problems import build
 from tests.support.batch_case import dims, heads, ragged
 
@@ -96,13 +96,6 @@ def test_plans_take_a_trial() -> None:
     with tiles.force(Trial(packed=False)):
         assert planned() == (own[0], 8, own[2])
     assert planned() == own
-
-
-def test_a_single_request_is_a_batch_of_one() -> None:
-    w = one_request(50, 90, 16, 8, 192, 128, causal=True)
-    assert w.phase == "prefill"
-    assert w.flops == 2 * (41 * 50 + 49 * 25) * (192 + 128) * 16
-    assert tiles.spec(w, tile(128, 96, 2, 1)).head_dim_vo == 128
 
 
 # ---- rings

@@ -206,18 +206,6 @@ def test_many_mixes_hits_compiles_and_failures(tmp_path: Path) -> None:
     assert outcomes[ARCH, specs[0]] == compile_spec(specs[0], ARCH, toy_program)  # the same bytes in any process
 
 
-def test_bundle_serves_a_machine_without_the_dsl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC], "sm_80": [SPEC]}, toy_program)
-    env = {"CUTE_ATTN_BUNDLE": str(tmp_path / "bundle"), "CUTE_ATTN_CACHE_DIR": str(tmp_path / "empty")}
-    for extra in ({}, {"CUTE_ATTN_DISABLE_JIT": "1"}):
-        out = subprocesses.run(GET, env={**env, **extra}, block=["cutlass"])
-        assert out.split()[0] == digest(artifacts.get(SPEC, ARCH, toy_program))
-    for name, value in {**env, **extra}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ArtifactError, match=f"bundles: {tmp_path / 'bundle'}\n"):
-        artifacts.get(SPEC, "sm_100a", toy_program)
-
-
 def test_bundles_come_before_the_cache_and_the_first_one_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     artifacts.write_bundle(tmp_path / "a", {ARCH: [ToySpec(threads=64)]}, toy_program)
     artifacts.write_bundle(tmp_path / "b", {ARCH: [SPEC]}, toy_program)
@@ -228,6 +216,9 @@ def test_bundles_come_before_the_cache_and_the_first_one_first(tmp_path: Path, m
     assert artifacts.get(ToySpec(threads=64), ARCH, toy_program).block == (64, 1, 1)
     assert compiles(tmp_path) == 2
     assert not (tmp_path / "other").exists()
+    monkeypatch.setenv("CUTE_ATTN_DISABLE_JIT", "1")
+    with pytest.raises(ArtifactError, match=f"bundles: {tmp_path / 'a'}, {tmp_path / 'b'}\n"):
+        artifacts.get(SPEC, "sm_100a", toy_program)
 
 
 def test_bundle_with_a_failure_is_not_written(tmp_path: Path) -> None:

@@ -47,6 +47,10 @@ def test_every_variable_of_the_sources_is_in_the_table() -> None:
         assert here or any(f"switches.{symbol}" in text or name in text for text in others), name
 
 
+def test_the_table_of_variables_is_the_documented_one() -> None:
+    assert switches.markdown() in (subprocesses.ROOT / "docs/observability.md").read_text()
+
+
 def test_unknown_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_ATTN_CACHEDIR", "x")
     monkeypatch.setenv("CUTE_ATTN_QQ", "x")

@@ -51,19 +51,19 @@ def group_of_two() -> Any:
     return dist.new_group([0, 1])
 
 
-def in_pair(case: Any) -> Any:
+def in_pair(case: Any, **options: Any) -> Any:
     """A case for ranks 0 and 1 alone; `group` is None where they are all ranks."""
 
     def run(device: torch.device) -> None:
         group = None if dist.get_world_size() == 2 else group_of_two()  # which all ranks must make
         if dist.get_rank() < 2:
-            case(device, group)
+            case(device, group, **options)
 
     return run
 
 
-def of_all(case: Any) -> Any:
-    return lambda device: case(device, None)
+def of_all(case: Any, **options: Any) -> Any:
+    return lambda device: case(device, None, **options)
 
 
 # ---- sharded decode
@@ -209,6 +209,21 @@ def decode_errors(device: torch.device, group: Any) -> None:
         wrapper.run(shards.q, shards.cache, out=torch.empty(2, 4, 64, device=device))
     with pytest.raises(ArgumentError, match="lse must be contiguous"):
         wrapper.run(shards.q, shards.cache, lse=torch.empty(4, 2, device=device).t())
+    memory = torch.zeros(2, 4, 64, device=device, dtype=torch.bfloat16)
+    for options, shared in (
+        ({"out": shards.q}, "out must not share memory with q"),
+        ({"out": shards.cache[1].view(-1)[: memory.numel()].view(memory.shape)}, "out must not share memory with v"),
+        (
+            {"out": memory, "lse": memory.view(-1)[:16].view(torch.float32).view(2, 4)},
+            "lse must not share memory with out",
+        ),
+        (
+            {"lse": wrapper._local._float_workspace_buffer[:32].view(torch.float32).view(2, 4)},
+            "lse must not share memory with the workspace",
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=shared):
+            wrapper.run(shards.q, shards.cache, **options)
     with pytest.raises(ArgumentError, match=r"sinks must have shape \[num_qo_heads\]"):
         wrapper.run(shards.q, shards.cache, sinks=torch.zeros(3, device=device))
     with pytest.raises(ArgumentTypeError, match="group must be a"):
@@ -406,34 +421,30 @@ def context_parallel(device: torch.device, group: Any) -> None:
 CASES = {
     "pages dealt out": of_all(page_shards),
     **{
-        f"decode, {placement}, {size}": wrap(functools.partial(decode, placement=placement))
+        f"decode, {placement}, {size}": wrap(decode, placement=placement)
         for placement in ("round robin", "contiguous", "all on the last rank")
         for size, wrap in (("2 ranks", in_pair), ("4 ranks", of_all))
     },
-    "decode, fp8 cache": in_pair(functools.partial(decode, placement="round robin", dtype=torch.float8_e4m3fn)),
+    "decode, fp8 cache": in_pair(decode, placement="round robin", dtype=torch.float8_e4m3fn),
     "decode, options": in_pair(decode_options),
     "decode, replayed": in_pair(decode_replayed),
     "decode, same bits": of_all(decode_same_bits),
     "decode, errors": in_pair(decode_errors),
     "zig-zag, 2 ranks": in_pair(zigzag),
     "zig-zag, 4 ranks": of_all(zigzag),
-    "ring, 2 ranks": in_pair(functools.partial(ring, causal=True, length=96)),
-    "ring, 4 ranks": of_all(functools.partial(ring, causal=True, length=96, dtype=torch.float16)),
-    "ring, all keys": of_all(functools.partial(ring, causal=False, length=64)),
-    "ring, uneven": of_all(functools.partial(ring, causal=True, length=45, shape=(6, 1, 64, 72))),
-    "ring, uneven, all keys": in_pair(functools.partial(ring, causal=False, length=37)),
-    "ring, empty chunks": of_all(functools.partial(ring, causal=True, length=5)),
-    "ring, sinks and soft cap": of_all(
-        functools.partial(ring, causal=True, length=40, sinks=True, logits_soft_cap=3.0)
-    ),
+    "ring, 2 ranks": in_pair(ring, causal=True, length=96),
+    "ring, 4 ranks": of_all(ring, causal=True, length=96, dtype=torch.float16),
+    "ring, all keys": of_all(ring, causal=False, length=64),
+    "ring, uneven": of_all(ring, causal=True, length=45, shape=(6, 1, 64, 72)),
+    "ring, uneven, all keys": in_pair(ring, causal=False, length=37),
+    "ring, empty chunks": of_all(ring, causal=True, length=5),
+    "ring, sinks and soft cap": of_all(ring, causal=True, length=40, sinks=True, logits_soft_cap=3.0),
     "ring, buffers used again": of_all(ring_reuses_buffers),
     "ring, strides": of_all(ring_strided),
     "ring, errors": of_all(ring_errors),
-    "ulysses, 2 ranks": in_pair(functools.partial(ulysses, shape=(8, 4, 64, 64))),
-    "ulysses, replicated kv heads": of_all(functools.partial(ulysses, shape=(8, 2, 64, 72), causal=False)),
-    "ulysses, uneven, window and sinks": of_all(
-        functools.partial(ulysses, shape=(4, 1, 64, 64), uneven=True, window_left=5, sinks=True)
-    ),
+    "ulysses, 2 ranks": in_pair(ulysses, shape=(8, 4, 64, 64)),
+    "ulysses, replicated kv heads": of_all(ulysses, shape=(8, 2, 64, 72), causal=False),
+    "ulysses, uneven, window and sinks": of_all(ulysses, shape=(4, 1, 64, 64), uneven=True, window_left=5, sinks=True),
     "ulysses, ragged wrapper": of_all(ulysses_callable),
     "ulysses, errors": of_all(ulysses_errors),
 }

@@ -6,7 +6,6 @@ only NVFP4 caches are filled by it, as engines do.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -124,15 +123,6 @@ class Tokens:
         """K and V of all requests one after the other."""
         k, v = (torch.cat(parts).to(self.batch.kv_dtype).to(self.device) for parts in (self.keys, self.values))
         return k, v
-
-    def first_request(self) -> Tokens:
-        """The first request alone, over the same cache."""
-        one = copy.copy(self)
-        one.batch = dataclasses.replace(self.batch, q_lens=self.batch.q_lens[:1], kv_lens=self.batch.kv_lens[:1])
-        one.q, one.qo_indptr = self.q[: self.batch.q_lens[0]], self.qo_indptr[:2]
-        one.kv_indptr, one.kv_indices = self.kv_indptr[:2], self.kv_indices[: len(self.pages[0])]
-        one.last_page_len = self.last_page_len[:1]
-        return one
 
     def newest(self, lens: Sequence[int]) -> Tokens:
         """The same queries over the last keys of each request, in a cache of their own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,11 +26,11 @@ from tests.support.batch_case import (
 )
 from tests.support.right import assert_right
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Capture = Callable[[Callable[[], Pair]], tuple[Pair, Callable[[], None]]]  # runs once; its result, and a replay
+Results = list[tuple[torch.Tensor, torch.Tensor]]
+Capture = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]  # runs once; its result, and a replay
 
 
-def cuda_graph(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
+def cuda_graph(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     """A `Capture` on the current GPU."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -47,7 +48,7 @@ def without_synchronising() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def emulated_graph(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
+def emulated_graph(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     """A `Capture` of the emulator's launches."""
     held: list[tuple[EmulatedBatchRun, Any]] = []
     launch = EmulatedBatchRun.__call__
@@ -115,7 +116,9 @@ def blank(x: torch.Tensor) -> None:
 
 
 class Captured:
-    """`case` is the largest batch: no replay has more rows, or a request with more keys than its longest."""
+    """A run of a wrapper, or those of several layers. `case` is the largest batch: no replay has more rows, or requests
+    with more keys than its longest.
+    """
 
     def __init__(
         self, case: BatchCase, device: str, capture: Capture, promise: int | None = None, **arguments: Any
@@ -127,46 +130,46 @@ class Captured:
         batch, most = len(case.kv_lens), max(case.kv_lens)
         mask_bytes = sum(case.qo_lens) * most + batch
         self.wrapper, _ = graph_wrapper(case, device, batch * -(-most // case.page_size), mask_bytes, **arguments)
-        self.q = torch.full_like(inputs.q, torch.nan)
-        self.kv = [torch.empty_like(half) for half in self.halves(inputs)]
-        self.scales = [torch.empty_like(half) for half in inputs.kv_cache_sf or ()]
-        for target in (*self.kv, *self.scales):
+        self.targets = [[torch.empty_like(x) for x in self.operands(each)] for _, each in self.layers_of(case, inputs)]
+        for target in itertools.chain(*self.targets):
             blank(target)
-        self.arguments = {**run_arguments(case, inputs), "kv_cache_sf": tuple(self.scales) or None}
+        self.arguments = run_arguments(case, inputs)
         self.plan(case, inputs)
-        self.step()
-        (self.out, self.lse), self.again = capture(self.step)
+        self.run()
+        self.results, self.again = capture(self.run)
+
+    def layers_of(self, case: BatchCase, inputs: BatchInputs) -> list[tuple[BatchCase, BatchInputs]]:
+        """What is computed: the case and the inputs of each call."""
+        return [(case, inputs)]
+
+    def operands(self, inputs: BatchInputs) -> list[torch.Tensor]:
+        """The query, the halves of the cache, and their block scales."""
+        return [inputs.q, *(inputs.kv if self.case.kind == "ragged" else inputs.kv[0]), *(inputs.kv_cache_sf or ())]
 
     def plan(self, case: BatchCase, inputs: BatchInputs) -> None:
-        """What precedes a replay."""
         self.wrapper.plan(**plan_arguments(case, inputs), **self.promises)
 
-    def step(self) -> Pair:
-        """What is captured."""
-        return self.run()
-
-    def halves(self, inputs: BatchInputs) -> Any:
-        return inputs.kv if self.case.kind == "ragged" else inputs.kv[0]
-
-    def run(self) -> Pair:
-        kv = self.kv if self.case.kind == "ragged" else (tuple(self.kv),)
-        out, lse = self.wrapper.run(self.q, *kv, **self.arguments)
-        return out, lse
+    def run(self) -> Results:
+        ((q, k, v, *scales),) = self.targets
+        kv = (k, v) if self.case.kind == "ragged" else ((k, v),)
+        return [self.wrapper.run(q, *kv, **self.arguments | {"kv_cache_sf": tuple(scales) or None})]
 
     def replay(self, case: BatchCase) -> None:
         """Replay with the lengths and numbers of `case`, and compare."""
         inputs = make(dataclasses.replace(case, sinks=self.case.sinks), self.device)
-        self.q[: case.rows].copy_(inputs.q)
-        axis = 1 if case.kind == "ragged" and case.kv_layout == "HND" else 0
-        sources = (*self.halves(inputs), *(inputs.kv_cache_sf or ()))
-        for target, source in zip((*self.kv, *self.scales), sources, strict=True):
-            blank(target)
-            target.narrow(axis, 0, source.shape[axis]).copy_(source)
+        layers = self.layers_of(case, inputs)
+        by_head = case.kind == "ragged" and case.kv_layout == "HND"
+        for targets, (_, own) in zip(self.targets, layers, strict=True):
+            for i, (target, source) in enumerate(zip(targets, self.operands(own), strict=True)):
+                blank(target)
+                axis = int(by_head and i > 0)
+                target.narrow(axis, 0, source.shape[axis]).copy_(source)
         if inputs.sinks is not None:
             self.arguments["sinks"].copy_(inputs.sinks)
-        self.out.fill_(torch.nan)
-        self.lse.fill_(torch.nan)
+        for result in itertools.chain(*self.results):
+            result.fill_(torch.nan)
         self.plan(case, inputs)
         self.again()
-        assert_right(case, inputs, self.out[: case.rows], self.lse[: case.rows])
-        assert self.out[case.rows :].isnan().all()
+        for (of, own), (out, lse) in zip(layers, self.results, strict=True):
+            assert_right(of, own, out[: case.rows], lse[: case.rows])
+            assert out[case.rows :].isnan().all()

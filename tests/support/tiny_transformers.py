@@ -25,36 +25,24 @@ GEMMA = {**WINDOWS, "query_pre_attn_scalar": 16}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 LAYERS = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}  # embeddings of each layer
 LATENT = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 32, "kv_lora_rank": 16}
+LATENT |= {"num_key_value_heads": 4}
 DENSE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}
+DENSE |= {"moe_intermediate_size": 32}
 CHUNKS = {"attention_chunk_size": 8, "num_local_experts": 2, "layer_types": ["chunked_attention", "full_attention"] * 2}
-MAKERS: dict[str, tuple[str, str, dict[str, Any]]] = {  # classes of the model and of its configuration, and that
-    "llama": ("LlamaForCausalLM", "LlamaConfig", TWO),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**WINDOWS, **ALTERNATING, "use_sliding_window": True}),
-    "mistral": ("MistralForCausalLM", "MistralConfig", {**TWO, "sliding_window": 8}),
-    # The cap is low enough to bend these scores.
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**GEMMA, "attn_logit_softcapping": 2.0}),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**GEMMA, **ALTERNATING}),
-    "gemma4": (
-        "Gemma4ForCausalLM",
-        "Gemma4TextConfig",
-        {**WINDOWS, **ALTERNATING, **LAYERS, "global_head_dim": 32, "num_global_key_value_heads": 1},
-    ),
-    "gpt_oss": (
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        {**WINDOWS, **ALTERNATING, "num_local_experts": 2, "num_experts_per_tok": 2, "experts_per_token": 2},
-    ),
-    "deepseek_v3": (
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
-        {**TWO, **LATENT, **DENSE, "num_key_value_heads": 4, "moe_intermediate_size": 32},
-    ),
-    "llama4": (
-        "Llama4ForCausalLM",
-        "Llama4TextConfig",
-        {**NARROW, **CHUNKS, "intermediate_size_mlp": 64, "no_rope_layers": [1, 0, 1, 0], "moe_layers": []},
-    ),
-    "bert": ("BertForMaskedLM", "BertConfig", {**TWO, "max_position_embeddings": 64, "num_key_value_heads": 4}),
+CHUNKS |= {"intermediate_size_mlp": 64}
+GLOBAL = {"global_head_dim": 32, "num_global_key_value_heads": 1}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
+MAKERS: dict[str, tuple[str, dict[str, Any]]] = {  # class of the model, and its configuration
+    "llama": ("LlamaForCausalLM", TWO),
+    "qwen3": ("Qwen3ForCausalLM", {**WINDOWS, **ALTERNATING, "use_sliding_window": True}),
+    "mistral": ("MistralForCausalLM", {**TWO, "sliding_window": 8}),
+    "gemma2": ("Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": 2.0}),  # low enough to bend these scores
+    "gemma3": ("Gemma3ForCausalLM", {**GEMMA, **ALTERNATING}),
+    "gemma4": ("Gemma4ForCausalLM", {**WINDOWS, **ALTERNATING, **LAYERS, **GLOBAL}),
+    "gpt_oss": ("GptOssForCausalLM", {**WINDOWS, **ALTERNATING, **EXPERTS, "experts_per_token": 2}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**TWO, **LATENT, **DENSE}),
+    "llama4": ("Llama4ForCausalLM", {**NARROW, **CHUNKS, "no_rope_layers": [1, 0, 1, 0], "moe_layers": []}),
+    "bert": ("BertForMaskedLM", {**TWO, "max_position_embeddings": 64, "num_key_value_heads": 4}),
 }
 DECODERS = tuple(name for name in MAKERS if name != "bert")
 
@@ -73,8 +61,8 @@ def pair(name: str, device: str = "cpu") -> Pair:
     Frequencies of RoPE remain in fp32, as in models that are loaded in bf16.
     """
     torch.manual_seed(7)
-    model_name, config_name, options = MAKERS[name]
-    model = getattr(transformers, model_name)(getattr(transformers, config_name)(**options)).eval().to(device)
+    model_type, options = getattr(transformers, MAKERS[name][0]), MAKERS[name][1]
+    model = model_type(model_type.config_class(**options)).eval().to(device)
     half = copy.deepcopy(model).to(torch.bfloat16)
     for module, source in zip(half.modules(), model.modules(), strict=True):
         for key in [key for key in module._buffers if key.endswith("inv_freq")]:

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import cute_attn
+from tests.support.dense_attention import random
 from tests.support.engine_case import Batch, Tokens, workspace
 from tests.support.entry_points import ENTRIES, NEW_RESULTS, Entry
 
@@ -62,17 +63,10 @@ def case(make: Case) -> Case:
     return make
 
 
-def random(device: str, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator).to(dtype).to(device)
-
-
 def operands(device: str, qo_len: int = 5, kv_len: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        random(device, qo_len, HEADS, DIM),
-        random(device, kv_len, KV_HEADS, DIM),
-        random(device, kv_len, KV_HEADS, DIM).neg(),
-    )
+    sizes = enumerate(((qo_len, HEADS), (kv_len, KV_HEADS), (kv_len, KV_HEADS)))
+    q, k, v = (random(*size, DIM, dtype=BF16, device=device, seed=i) for i, size in sizes)
+    return q, k, v
 
 
 # ---- calls of `entry_points`
@@ -125,22 +119,7 @@ def single_prefill_by_position(device: str) -> Call:
         nothing = (None,) * 4
         return cute_attn.single_prefill_with_kv_cache(q, k, v, *nothing, mask, None, False, "NHD", "ALIBI")
 
-    return Call(function, (*operands(device), random(device, 5, 9) > -0.5))
-
-
-def tokens(device: str) -> Tokens:
-    """A batch of three requests over pages."""
-    return Tokens(Batch((1, 1, 1), (20, 16, 5), dim=DIM, page_size=PAGE), device)
-
-
-def where(batch: Tokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return batch.kv_indptr, batch.kv_indices, batch.last_page_len
-
-
-def planned_decode(batch: Tokens) -> Any:
-    wrapper = cute_attn.BatchDecodeWithPagedKVCacheWrapper(workspace(batch.device))
-    wrapper.plan(*where(batch), HEADS, KV_HEADS, DIM, PAGE, q_data_type=BF16)
-    return wrapper
+    return Call(function, (*operands(device), random(5, 9, device=device) > -0.5))
 
 
 @case
@@ -167,3 +146,19 @@ def trtllm_batch_decode(device: str) -> Call:
         )
 
     return Call(function, call.tensors, call.names)
+
+
+# ---- batches over pages
+
+
+def tokens(device: str) -> Tokens:
+    return Tokens(Batch((3, 1, 2), (20, 16, 5), (HEADS, KV_HEADS), DIM, page_size=PAGE), device)
+
+
+def planned(kind: str, tokens: Tokens, **options: Any) -> Any:
+    """A wrapper for paged caches, "Prefill" or "Decode", with a plan."""
+    wrapper = getattr(cute_attn, f"Batch{kind}WithPagedKVCacheWrapper")(workspace(tokens.device))
+    bounds = (tokens.qo_indptr, tokens.kv_indptr) if kind == "Prefill" else (tokens.kv_indptr,)
+    sizes = HEADS, KV_HEADS, DIM, PAGE
+    wrapper.plan(*bounds, tokens.kv_indices, tokens.last_page_len, *sizes, q_data_type=BF16, **options)
+    return wrapper

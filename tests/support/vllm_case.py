@@ -110,6 +110,16 @@ class Step:
         assert (out[used + self.padded_tokens :] == UNTOUCHED).all()
         return out[:used].cpu()
 
+    def check(self, step: StepMetadata | None = None) -> None:
+        """Fill the cache, run the layer, and compare its output, and the bytes of an fp8 cache, with the formula."""
+        attention, step = self.attention(), step or self.metadata()
+        self.fill(attention)
+        if dtype := CACHE_DTYPES.get(self.layer.kv_cache_dtype):
+            sides = zip((self.k, self.v), self.scales, strict=True)
+            rows = torch.cat([(torch.cat([*x]).float() / scale).to(dtype) for x, scale in sides], -1)
+            assert torch.equal(self.cache.transpose(1, 2).flatten(0, 1)[self._slots].cpu(), rows.view(torch.uint8))
+        assert_near(self.output(attention, step), self.expected())
+
     def stored(self) -> Pair:
         """The keys and values of every request in the cache: by the formula of its dtype, of NVFP4 by its bytes."""
         if self.layer.kv_cache_dtype == "nvfp4":
@@ -141,6 +151,10 @@ class Step:
                 kept |= both
             outs.append(attention(q, k, v, kept, layer.scale, layer.soft_cap, self.sinks, bias)[0])
         return torch.cat(outs)
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
 
 
 def padded(parts: Sequence[torch.Tensor], count: int) -> torch.Tensor:

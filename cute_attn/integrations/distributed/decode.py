@@ -11,7 +11,7 @@ from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, Refus
 from cute_attn.integrations.distributed.partials import Partials
 from cute_attn.integrations.distributed.ranks import Ranks
 from cute_attn.problem import short
-from cute_attn.request import checks, operands
+from cute_attn.request import batch_run, checks, operands
 from cute_attn.request.settings import POS_ENCODING_MODES
 from cute_attn.wrappers.signatures import NotCopied, with_return_lse
 
@@ -188,8 +188,12 @@ class ShardedBatchDecodeWithPagedKVCacheWrapper(NotCopied):
         if partials is None:
             raise NotPlannedError(f"{type(self).__name__}.plan() must come before run()")
         *rows, head_dim = partials.o.shape
-        given, element = (out, lse, return_lse), (head_dim, self._o_dtype)
-        out, lse = operands.outputs(partials.o, given, element, tuple(rows), "batch_size, num_qo_heads")
+        if out is not None or lse is not None:
+            scales = q_scale, k_scale, v_scale
+            given = batch_run.RunArguments(q, paged_kv_cache, *scales, out, lse, sinks=sinks, kv_cache_sf=kv_cache_sf)
+            batch_run.keep_apart(self._local._planned(), given, paged_kv_cache)
+        wanted, element = (out, lse, return_lse), (head_dim, self._o_dtype)
+        out, lse = operands.outputs(partials.o, wanted, element, tuple(rows), "batch_size, num_qo_heads")
         checks.contiguous("out", out)
         if sinks is not None:
             checks.shape("sinks", checks.tensor("sinks", sinks), (rows[1],), "[num_qo_heads]")

@@ -1,26 +1,33 @@
-"""`examples/llama`: its tokens are those of a dense model in fp32, and every page comes back."""
+"""`examples/llama` and `examples/deepseek`: their tokens are those of dense models, and every page comes back."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812
 
+from examples.deepseek.cache import LatentCache
+from examples.deepseek.forward import LatentEngine
+from examples.deepseek.model import Config as LatentConfig
+from examples.deepseek.model import DeepSeek
 from examples.llama.batch import Request
 from examples.llama.cache import E4M3, PagedCache, quantized
 from examples.llama.eager import attention_of, compare, fp8_scales
 from examples.llama.engine import Engine, padded_sizes, serve
 from examples.llama.model import Config, Llama
-from tests.support.executors import needs_gpu
+from tests.support.executors import DEVICES, needs_gpu
 
 CONFIG = Config(layers=3, hidden=128, heads=4, kv_heads=2, vocab=300)
+LATENT = LatentConfig(layers=2, hidden=128, heads=3, q_rank=48, vocab=200)
 PAGE_SIZE = 8
 
 
-# ---- an oracle: no cache, no chunks, no batch; fp32 throughout
+# ---- an oracle: no cache, no chunks, no batch; fp64 throughout
+
+Weights = dict[str, torch.Tensor]
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -28,28 +35,40 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def turned(x: torch.Tensor, theta: float) -> torch.Tensor:
-    """Rotary embedding as a product of complex numbers."""
-    tokens, _, dim = x.shape
-    half = dim // 2
-    frequencies = torch.tensor([theta ** (-2 * i / dim) for i in range(half)], dtype=torch.float64)
-    turns = torch.polar(torch.ones(()).double(), torch.arange(tokens).double()[:, None] * frequencies)
-    product = torch.complex(x[..., :half].double(), x[..., half:].double()) * turns[:, None]
-    return torch.cat((product.real, product.imag), -1).float()
+    """Rotary embedding of `[tokens, heads, dim]` as a product of complex numbers."""
+    half = x.shape[-1] // 2
+    frequencies = torch.tensor([theta ** (-i / half) for i in range(half)]).double()
+    turns = torch.polar(torch.ones(()).double(), torch.arange(len(x)).double()[:, None] * frequencies)
+    product = torch.complex(x[..., :half], x[..., half:]) * turns[:, None]
+    return torch.cat((product.real, product.imag), -1)
+
+
+def grouped_qkv(x: torch.Tensor, own: Weights, config: Config) -> tuple[torch.Tensor, ...]:
+    q, k, v = (x @ own["qkv"].T).view(len(x), -1, config.head_dim).split([config.heads, *[config.kv_heads] * 2], 1)
+    group = config.heads // config.kv_heads
+    return turned(q, config.rope_theta), *(y.repeat_interleave(group, 1) for y in (turned(k, config.rope_theta), v))
+
+
+def latent_qkv(x: torch.Tensor, own: Weights, config: LatentConfig) -> tuple[torch.Tensor, ...]:
+    """With keys and values of every head."""
+    q, latent, k_pe = (x @ own["qkv_down"].T).split([config.q_rank, 512, 64], 1)
+    q = (normed(q, own["q_norm"]) @ own["q_up"].T).view(len(x), -1, 192)
+    k, v = (normed(latent, own["kv_norm"]) @ own["kv_up"].T).view(len(x), -1, 256).split(128, 2)
+    k_pe = turned(k_pe[:, None], config.rope_theta).expand(-1, config.heads, -1)
+    return torch.cat((q[..., :128], turned(q[..., 128:], config.rope_theta)), -1), torch.cat((k, k_pe), -1), v
 
 
 def dense_logits(model: Llama, tokens: Sequence[int]) -> torch.Tensor:
     """Logits `[len(tokens), vocab]` of the model's weights."""
-    config, weights = model.config, {name: w.detach().cpu().float() for name, w in model.state_dict().items()}
-    x = weights["embedding.weight"][list(tokens)]
-    for i in range(config.layers):
+    weights = {name: w.detach().cpu().double() for name, w in model.state_dict().items()}
+    qkv: Any = latent_qkv if isinstance(model, DeepSeek) else grouped_qkv
+    x, hidden = weights["embedding.weight"][list(tokens)], torch.ones(len(tokens), len(tokens)).triu(1).bool()
+    for i in range(model.config.layers):
         own = {name.split(".")[2]: w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
-        rows = (normed(x, own["attention_norm"]) @ own["qkv"].T).view(len(x), -1, config.head_dim)
-        q = turned(rows[:, : config.heads], config.rope_theta)
-        k = turned(rows[:, config.heads : config.heads + config.kv_heads], config.rope_theta)
-        v = rows[:, config.heads + config.kv_heads :]
-        q, k, v = (y.transpose(0, 1) for y in (q, k, v))
-        o = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
-        x = x + o.transpose(0, 1).reshape(len(x), -1) @ own["out"].T
+        q, k, v = qkv(normed(x, own["attention_norm"]), own, model.config)
+        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
+        weight = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        x = x + torch.einsum("hij,jhd->ihd", weight, v).reshape(len(x), -1) @ own["out"].T
         gate, up = (normed(x, own["mlp_norm"]) @ own["gate_up"].T).chunk(2, -1)
         x = x + (gate * gate.sigmoid() * up) @ own["down"].T
     return normed(x, weights["norm.weight"]) @ weights["head.weight"].T
@@ -78,13 +97,13 @@ def cache_of(model: Llama, num_pages: int, scales: Any = None, page_size: int = 
     return PagedCache(model.config, num_pages, page_size, E4M3 if scales else model.dtype, device, scales)
 
 
-def requests_of(lengths: Sequence[int], new_tokens: Sequence[int], every: int = 1) -> list[Request]:
+def requests_of(lengths: Sequence[int], new_tokens: Sequence[int], vocab: int = CONFIG.vocab) -> list[Request]:
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(CONFIG.vocab, (n,), generator=generator).tolist() for n in lengths]
-    return [Request(p, new, every * i) for i, (p, new) in enumerate(zip(prompts, new_tokens, strict=True))]
+    prompts = [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
+    return [Request(p, new, i) for i, (p, new) in enumerate(zip(prompts, new_tokens, strict=True))]
 
 
-def assert_all_free(cache: PagedCache) -> None:
+def assert_all_free(cache: Any) -> None:
     assert sorted(cache.take(cache.num_free).tolist()) == list(range(cache.num_pages))
 
 
@@ -115,6 +134,20 @@ def test_requests_that_come_and_go(dtype: torch.dtype, page_size: int, chunk_tok
     assert bool(mixed) == (chunk_tokens == 11)  # some decoded while the prompts of others were under way
     assert len({token for request in requests for token in request.output}) > 20  # not one token again and again
     assert_all_free(cache)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_latent_attention(dtype: torch.dtype, device: str) -> None:
+    """Prompts of one token, within a page, of whole pages, and longer than a step; decode steps are padded."""
+    model = DeepSeek(LATENT, dtype, device, seed=3)
+    cache = LatentCache(LATENT, 16, PAGE_SIZE, dtype, device)
+    requests = requests_of([1, 5, 16, 33], [5] * 4, LATENT.vocab)
+    serve(LatentEngine(model, cache, max_batch=3, chunk_tokens=12, graphs=device == "cuda"), requests)
+    assert_all_free(cache)
+    for request in requests:
+        assert_greedy(model, request)
+        assert len(set(request.output)) > 1
 
 
 class Recording(Llama):

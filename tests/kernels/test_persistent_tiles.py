@@ -1,0 +1,217 @@
+"""Tiles of persistent kernels, fa3 and fa4: their tables, their shared memory, pairs of CTAs. No GPU, no kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+
+from cute_attn.emulator.tensormap import decode
+from cute_attn.kernels.blocks.tiles import PAGE_ALIGNED, Launch, Operands, TileProblem
+from cute_attn.kernels.fa3 import tiles as fa3_tiles
+from cute_attn.kernels.fa3.default_specs import default_specs as fa3_specs
+from cute_attn.kernels.fa3.smem import Fp8KvMemory, HopperMemory
+from cute_attn.kernels.fa3.spec import Fa3Spec
+from cute_attn.kernels.fa4 import tiles as fa4_tiles
+from cute_attn.kernels.fa4.default_specs import default_specs as fa4_specs
+from cute_attn.kernels.fa4.smem import BlackwellMemory
+from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
+from cute_attn.kernels.host.persistent.prepared import TensorMaps
+from cute_attn.kernels.host.persistent.variant import LAUNCHES, launch_of
+from cute_attn.runtime.arch import named
+from tests.support.backend_problems import build
+from tests.support.batch_case import dims, heads, paged
+from tests.support.persistent_host import TARGETS, single
+
+FA4 = TARGETS[1]
+KINDS: dict[tuple[str, str], Operands] = {  # dtype and kv_dtype of a spec, and the operands of `candidates`
+    ("bfloat16", ""): "",
+    ("float8_e4m3fn", ""): "fp8",
+    ("bfloat16", "float8_e4m3fn"): "fp8_kv",
+}
+TABLES: dict[str, tuple[Any, Any]] = {  # candidates by operands, and the specs that the compile gate takes
+    "sm_90a": (fa3_tiles.candidates, fa3_specs()),
+    **{arch: (functools.partial(fa4_tiles.candidates, arch), fa4_specs(named(arch))) for arch in fa4_tiles.ARCHS},
+}
+
+
+@pytest.mark.parametrize("arch", TABLES)
+def test_every_tile_is_a_default_kernel(arch: str) -> None:
+    candidates, specs = TABLES[arch]
+    compiled = {(s.head_dim_qk, s.head_dim_vo, s.tile) for s in specs if isinstance(s, Fa3Spec | Fa4Spec)}
+    for operands in KINDS.values() if arch != "sm_90a" else ("", "fp8_kv"):
+        for head_dims, tiles in candidates(operands).items():
+            assert {(*head_dims, tile) for tile in tiles} <= compiled
+
+
+@pytest.mark.parametrize(
+    ("tiles", "head_dims"), [(tiles, head_dims) for tiles in (fa3_tiles, fa4_tiles) for head_dims in tiles.HEAD_DIMS]
+)
+def test_where_pages_come_from(tiles: Any, head_dims: tuple[int, int]) -> None:
+    """Boxes from a size on that page and tile have in common; in fa3 gathering leaves registers for two groups."""
+    sources = {size: tiles.page_source(head_dims, size) for size in (1, 3, 5, 8, 63, 100, 64, 128, 192)}
+    assert [sources[size] for size in (64, 128, 192)] == ["paged"] * 3
+    assert [sources[size] for size in (1, 3, 5, 8, 63, 100)] == ["gathered"] * 6
+    choose = functools.partial(tiles.choose, *([] if tiles is fa3_tiles else ["sm_100a"]))
+    assert choose(TileProblem(head_dims, "paged")).cols % PAGE_ALIGNED == 0
+    if tiles is fa3_tiles:
+        tile = choose(TileProblem(head_dims, "gathered"))
+        spec = Fa3Spec("float16", "float16", *head_dims, kv="gathered", tile=tile)
+        assert tile.mma_warpgroups == 2
+        assert spec.registers[0] > Fa3Spec("float16", "float16", *head_dims, tile=tile).registers[0]
+
+
+@pytest.mark.parametrize(
+    ("tile", "change", "rule"),
+    [
+        (fa3_tiles.choose(TileProblem((64, 64))), {"rows": 256}, "rows must be 64, 128 or 192"),
+        (BlackwellTile(), {"cols": 96}, "cols must"),
+        (BlackwellTile(), {"query_tiles": 3}, "query_tiles must"),
+    ],
+)
+def test_tiles_that_no_kernel_has(tile: Any, change: dict[str, int], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        dataclasses.replace(tile, **change)
+
+
+# ---- fa3
+
+
+def test_tiles_of_windows() -> None:
+    """CTAs that share an SM fit it; a long window at head dim 128 has the tile of other masks."""
+    for head_dims in ((64, 64), (128, 128)):
+        window = TileProblem(head_dims, "paged", plain=False, window_left=127)
+        narrow = fa3_tiles.choose(window)
+        bytes_ = HopperMemory.of(Fa3Spec("float16", "float16", *head_dims, kv="paged", tile=narrow)).bytes
+        assert narrow.per_sm * (bytes_ + 1024) <= 228 << 10
+        assert fa3_tiles.choose(window._replace(kv="gathered")).mma_warpgroups == 2
+    for window_left, group, rows in ((191, 8, 64), (192, 8, 192), (1024, 4, 192), (1025, 8, 64), (191, 2, 64)):
+        tile = fa3_tiles.choose(TileProblem((64, 64), plain=False, window_left=window_left, group=group))
+        assert (tile.rows, tile.from_first_key) == (rows, group >= 4 and window_left <= 1024)
+    odd = fa3_tiles.choose(TileProblem((64, 64), plain=False, window_left=500, group=5))  # heads that fill no tile
+    assert odd.per_sm == 3
+    modified = TileProblem((128, 128), "paged", plain=False)
+    assert fa3_tiles.choose(modified) == fa3_tiles.choose(modified._replace(window_left=1023)) != narrow
+
+
+def test_tiles_follow_the_size_of_the_launch() -> None:
+    """For rows whose scores are not modified; gathered pages, pages and masks keep theirs."""
+    launches = {
+        (4000, 1000): Launch(kv_len=1024, few=True),
+        (32_000, 1000): Launch(kv_len=1024, few=True),
+        (34_000, 1000): Launch(kv_len=1024),
+        (34_000, 225): Launch(kv_len=1024),
+        (34_000, 224): Launch(kv_len=224),
+        (32_000, 224): Launch(kv_len=1024, few=True),
+        (32_000, 1025): Launch(),
+        (4096 * 32, 4096): Launch(4096),
+        (16384 * 8, 16384): Launch(4096),
+        (4095 * 32, 4095): Launch(),
+    }
+    for (rows, tokens), launch in launches.items():
+        assert launch_of(rows, 132, tokens, tokens) == launch
+    assert set(launches.values()) == set(LAUNCHES)
+    for rule in fa3_tiles.SIZED:
+        (head_dims,), (launch, *_), of = (rule.when[name] for name in ("head_dims", "launch", "full"))
+        usual = TileProblem(head_dims)
+        sized = usual._replace(launch=launch)
+        assert fa3_tiles.choose(sized) == rule.value != fa3_tiles.choose(usual)
+        assert (fa3_tiles.choose(sized._replace(full=True)) == fa3_tiles.choose(usual)) == (True not in of)
+        for change in ({"kv": "paged"}, {"kv": "gathered"}, {"plain": False}):
+            assert fa3_tiles.choose(sized._replace(**change)) == fa3_tiles.choose(usual._replace(**change))
+
+
+def test_tiles_that_wait_to_be_widened_fit_shared_memory() -> None:
+    """Behind the others, each in rings of its own."""
+    for (dim_qk, dim_vo), tiles in fa3_tiles.candidates("fp8_kv").items():
+        for tile in tiles:
+            memory = HopperMemory.of(Fa3Spec("float16", "float16", dim_qk, dim_vo, kv_dtype="float8_e5m2", tile=tile))
+            assert isinstance(memory, Fp8KvMemory)
+            assert tile.staged > 0
+            narrow = tile.staged * tile.cols * (memory.qk_columns + memory.vo_columns) * 64
+            assert memory.map.barriers("q") == memory.map.offset("v") + tile.stages * memory.v_bytes + narrow
+            assert memory.bytes <= 227 * 1024
+
+
+# ---- fa4
+
+
+@pytest.mark.parametrize("arch", fa4_tiles.ARCHS)
+@pytest.mark.parametrize("dtypes", KINDS)
+def test_tiles_fit_shared_memory(arch: str, dtypes: tuple[str, str]) -> None:
+    dtype, kv_dtype = dtypes
+    for head_dims, of_dims in fa4_tiles.candidates(arch, KINDS[dtypes]).items():
+        for tile in of_dims:
+            memory = BlackwellMemory.of(Fa4Spec(dtype, "bfloat16", *head_dims, kv_dtype=kv_dtype, tile=tile))
+            assert memory.bytes <= named(arch).smem_limit, (head_dims, tile)
+
+
+@pytest.mark.parametrize("head_dims", fa4_tiles.HEAD_DIMS)
+def test_the_fma_units_help_the_slower_mufu_only(head_dims: tuple[int, int]) -> None:
+    slow, fast = (fa4_tiles.choose(arch, TileProblem(head_dims)) for arch in fa4_tiles.ARCHS)
+    assert fast == dataclasses.replace(slow, polynomial=0)
+    assert (slow.polynomial > 0) == (sum(head_dims) < 512)  # from there on tensor cores need twice as long as the MUFU
+
+
+@pytest.mark.parametrize("head_dims", [(112, 112), (128, 128), (192, 128)])
+def test_pairs_where_all_rows_see_all_keys(head_dims: tuple[int, int]) -> None:
+    ctas = {full: fa4_tiles.choose("sm_100a", TileProblem(head_dims, full=full)).ctas for full in (False, True)}
+    assert ctas == {False: 1, True: 2}
+    assert fa4_tiles.choose("sm_100a", TileProblem(head_dims, "gathered", full=True)).ctas == 1
+    assert fa4_tiles.choose("sm_100a", TileProblem((128, 128), operands="fp8", full=True)).ctas == 1
+
+
+@pytest.mark.parametrize(("dim", "runs_as"), [(32, 64), (72, 96), (112, 128), (192, 256)])
+def test_other_head_dims_run_in_the_next_larger_tile(dim: int, runs_as: int) -> None:
+    own, larger = (fa4_tiles.choose("sm_100a", TileProblem((n, n))) for n in (dim, runs_as))
+    assert own == larger
+
+
+# ---- pairs of CTAs of fa4: what each loads, and how many are launched
+
+ALONE, PAIR = (BlackwellTile(query_tiles=1, cols=128, ctas=ctas) for ctas in (1, 2))
+
+
+def test_a_cta_of_a_pair_holds_its_own_queries_and_half_of_k_and_v() -> None:
+    alone, pair = (BlackwellMemory(tile, 256, 256).map for tile in (ALONE, PAIR))
+    assert pair.ring("q").slot_bytes == alone.ring("q").slot_bytes
+    for operand in "kv":
+        assert 2 * pair.ring(operand).slot_bytes == alone.ring(operand).slot_bytes
+
+
+@pytest.mark.parametrize(("head_dim", "columns"), [(128, 1), (160, 2), (192, 2), (256, 2)])
+def test_the_ctas_of_a_pair_have_equal_columns_of_v(head_dim: int, columns: int) -> None:
+    assert BlackwellMemory(PAIR, 256, head_dim).loaded_v.columns == columns
+
+
+def test_boxes_of_a_pair() -> None:
+    problem = single(dim=256)
+    maps = TensorMaps(problem.settings, BlackwellTile(ctas=2), 4)
+    q, k, v = (decode(of(x)(x.data_ptr())) for of, x in ((maps.q, problem.q), (maps.k, problem.k), (maps.v, problem.v)))
+    assert (q.box, k.box, v.box) == ((64, 4, 32, 1), (64, 64, 1, 1), (64, 128, 1, 1))
+
+
+@pytest.mark.parametrize(("page_size", "box"), [(128, 64), (64, 64), (96, 32)])
+def test_boxes_of_pages_do_not_leave_half_of_a_tile(page_size: int, box: int) -> None:
+    case = paged((1,) * 3, (40, 0, 300), page_size, **heads(6, 2), **dims(256))
+    problem = build(case).problem
+    maps = TensorMaps(problem.settings, PAIR, 1)
+    assert maps.box_rows == box
+    for of, x in ((maps.k, problem.k), (maps.v, problem.v)):
+        assert decode(of(x)(x.data_ptr())).box == (64, box, 1, 1)
+
+
+@pytest.mark.parametrize(("qo_len", "sms", "grid"), [(200, 132, 16), (5000, 132, 132), (5000, 9, 8), (5000, 1, 2)])
+def test_grids_are_whole_pairs(qo_len: int, sms: int, grid: int) -> None:
+    problem = single(dim=256)
+    schedule = FA4.family.scheduler(problem.settings, FA4.arch, sms)(qo_len, 128)
+    assert schedule.tile.ctas == 2
+    assert schedule.grid == (grid, 1, 1)
+
+
+@pytest.mark.parametrize("change", [{"kv": "gathered"}, {"kv_dtype": "float8_e4m3fn"}])
+def test_pairs_take_no_rows_that_warps_write(change: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="by TMA"):
+        Fa4Spec("bfloat16", "bfloat16", 256, 256, schedule="items", tile=PAIR, **change)
