@@ -11,18 +11,7 @@ from cute_attn.emulator.dtypes import DTYPES, OF_PTX, WIDTH, bits_to, some
 from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.ptx import Addr, Imm, Inst, Not, Operand, Pair, Reg, Special, Sym, Vec
 
-_HOMES = {
-    "pred": "p",
-    "b16": "u2",
-    "u16": "u2",
-    "s16": "u2",
-    "f16": "u2",
-    "b64": "u8",
-    "b128": "v16",
-    "u64": "u8",
-    "s64": "u8",
-    "f64": "f8",
-}
+_HOMES = {"pred": "p", "b128": "v16", "f64": "f8"}  # of registers that no instruction uses as another type
 
 
 def homes(registers: dict[str, Reg], body: Sequence[Any]) -> list[str]:
@@ -41,12 +30,12 @@ def homes(registers: dict[str, Reg], body: Sequence[Any]) -> list[str]:
         _vote(votes, inst.operands[1:] if parts[0] in ("cvt", "setp", "set") else inst.operands, kind, 1)
     found = []
     for register in registers.values():
-        fixed = _HOMES.get(register.type)
-        if fixed is None or fixed == "u8":
-            width = 8 if fixed else 4
-            own = {t: n for t, n in votes.get(register.index, {}).items() if WIDTH[t] == width}
-            fixed = max(own, key=lambda t: own[t]) if own else f"u{width}"
-        found.append(fixed)
+        if register.type in _HOMES or register.type.endswith("16"):
+            found.append(_HOMES.get(register.type, "u2"))
+            continue
+        width = 8 if register.type.endswith("64") else 4
+        own = {t: n for t, n in votes.get(register.index, {}).items() if WIDTH[t] == width}
+        found.append(max(own, key=lambda t: own[t]) if own else f"u{width}")
     return found
 
 
@@ -112,19 +101,21 @@ class Emitter:
         self.line(f"R[{operand.index}] = {value}")
 
     def compute(self, inst: Inst, function: str | Callable[..., Any], *kinds: str) -> None:
-        """Set the first operand to a function of the others, or to a pattern of `{0}`, `{1}`, ... `kinds`: types of the
-        operands; all are of the type that the opcode ends with where none are given.
+        """Set the first operand to a function or pattern of the others. `kinds`: types of the operands; all are of the
+        type that the opcode ends with where none are given.
         """
         target, *sources = inst.operands
         own = kinds or (OF_PTX[inst.op.rpartition(".")[2]],) * len(inst.operands)
         values = [self.get(x, kind) for x, kind in zip(sources, own[1:], strict=True)]
-        if isinstance(function, str):
-            if f"{{{len(values) - 1}}}" not in function or f"{{{len(values)}}}" in function:
-                raise PtxError(f"{inst.op} with {len(values)} operands")
-            self.set(target, own[0], function.format(*values))
-        else:
-            name = self.bind(function, getattr(function, "__name__", "computed"))
-            self.set(target, own[0], f"{name}({', '.join(values)})")
+        self.set(target, own[0], self.expression(inst, function, values))
+
+    def expression(self, inst: Inst, function: str | Callable[..., Any], values: Sequence[str]) -> str:
+        """Expression of a function of values, or of a pattern of `{0}`, `{1}`, ..."""
+        if not isinstance(function, str):
+            return f"{self.bind(function, getattr(function, '__name__', 'computed'))}({', '.join(values)})"
+        if f"{{{len(values) - 1}}}" not in function or f"{{{len(values)}}}" in function:
+            raise PtxError(f"{inst.op} with {len(values)} operands")
+        return function.format(*values)
 
     def call(
         self,

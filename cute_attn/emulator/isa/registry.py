@@ -80,12 +80,17 @@ def form(*templates: str, **traits: Any) -> Callable[[Build], Build]:
     return register
 
 
-def computed(functions: Mapping[str, str | Callable[..., Any]], *kinds: str, **traits: Any) -> None:
-    """Register forms that compute one value of others (`Emitter.compute`): functions or patterns by template."""
+def computed(
+    functions: Mapping[str, str | Callable[..., Any]],
+    *,
+    compute: Callable[[Emitter, Inst, str | Callable[..., Any]], None] = Emitter.compute,
+    **traits: Any,
+) -> None:
+    """Register forms that compute one value of others: functions or patterns by template, and what emits them."""
 
     def register(function: str | Callable[..., Any]) -> Build:
         def build(e: Emitter, inst: Inst, *choices: str) -> None:
-            e.compute(inst, function, *kinds)
+            compute(e, inst, function)
 
         return build
 
