@@ -70,19 +70,18 @@ class Meeting:
                 clocks.time[agents] = np.maximum(clocks.time[agents], self.time)
 
 
-@form(
-    "{bar|barrier}{|.cta}{.sync|.arrive}{|.aligned}", solo=True, converges=True, conformance="order", golden="barriers"
+@called(
+    "{bar|barrier}{|.cta}{.sync|.arrive}{|.aligned}",
+    operands="$2 u4 u4=None",
+    solo=True,
+    converges=True,
+    conformance="order",
+    golden="barriers",
 )
-def bar(e: Emitter, inst: Inst, word: str, cta: str, how: str, aligned: str) -> None:
-    number, *count = inst.operands
-    threads = e.get(count[0], "u4") if count else "None"
-    e.call(_bar, [e.get(number, "u4"), threads, str(how == ".sync")])
-
-
-def _bar(w: WarpBatch, mask: Array | None, number: Array, threads: Array | None, waits: bool) -> None:
+def bar(w: WarpBatch, mask: Array | None, how: str, number: Array, threads: Array | None) -> None:
     index, meeting, agents = _meeting(w, mask, number, threads)
     meeting.arrive(agents)
-    if waits:
+    if how == ".sync":
         w.wait = meeting.wait(agents)
     _finish(w.cta, index, meeting)
 
@@ -171,14 +170,13 @@ called("fence.proxy.async{|.shared::cta|.shared::cluster|.global}", **_HOPPER)(o
 called("griddepcontrol.wait", **_HOPPER)(on_clocks(Clocks.grid_wait))
 
 
-@form(
+called(
     "fence{.sc|.acq_rel}{.cta|.cluster|.gpu|.sys}",
-    "membar{.cta|.gl|.sys}",
+    "membar{}{.cta|.gl|.sys}",
     "fence{.acquire|.release}.sync_restrict::shared{::cluster|::cta}.cluster",
+    operands="$1",
     conformance="order",
-)
-def fence(e: Emitter, inst: Inst, *choices: str) -> None:
-    e.call(order.fence, [str(choices[-1] in (".gpu", ".sys", ".gl"))])
+)(order.fence)
 
 
 @form("griddepcontrol.launch_dependents", **_HOPPER)

@@ -11,14 +11,12 @@ import numpy as np
 
 from cute_attn.emulator import access, tensormap
 from cute_attn.emulator.clocks import Op
-from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.dtypes import DTYPES, Array, tag
 from cute_attn.emulator.errors import MemoryFault
 from cute_attn.emulator.isa import floats, mbarrier
 from cute_attn.emulator.isa.atomics import UPDATES
-from cute_attn.emulator.isa.registry import called, form
+from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
-from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.tensormap import Chunks
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
@@ -33,34 +31,29 @@ MULTICAST = "{|.multicast::cluster}"
 # --- loads and stores -------------------------------------------------------------------------------------------------
 
 
-@form(
+@called(
     f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{MULTICAST}{HINT}",
     f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes{HINT}",
+    operands="$op [u4] [u8] u4 [u4] u4=0",
     since=90,
     golden="tma",
 )
-def bulk_load(e: Emitter, inst: Inst, *choices: str) -> None:
-    target, source, size, barrier, *extra = inst.operands
-    multicast = ".multicast::cluster" in inst.op
-    ctas = e.get(extra[0], "u4") if multicast else e.constant(0, "u4")
-    arguments = [e.address(target, wide=False), e.address(source, wide=True), e.get(size, "u4")]
-    e.call(_bulk_load, [*arguments, e.address(barrier, wide=False), ctas])
+def bulk_load(
+    w: WarpBatch, mask: Array | None, op: str, target: Array, source: Array, size: Array, barrier: Array, ctas: Array
+) -> None:
+    multicast = ".multicast::cluster" in op
+    for lane, at, start, nbytes, bar, named in w.each(mask, target, source, size, barrier, ctas):
+        _sixteen(at, start, nbytes)
+        began = w.begin_op(int(w.row[lane]), "bulk load")
+        for rank in ranks_of(named) if multicast else [at >> RANK_SHIFT]:
+            own = (bar & OFFSET_MASK) | rank << RANK_SHIFT if multicast else bar
+            place = rank << RANK_SHIFT | at & OFFSET_MASK
+            post_load(w.cta, place, tensormap.run(start, nbytes), own, began, "bulk load")
 
 
 def ranks_of(ctas: int) -> list[int]:
     """Ranks of the CTAs that a mask names."""
     return [rank for rank in range(16) if ctas >> rank & 1]
-
-
-def _bulk_load(
-    w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array, ctas: Array
-) -> None:
-    for lane, at, start, nbytes, bar, named in w.each(mask, target, source, size, barrier, ctas):
-        _sixteen(at, start, nbytes)
-        op = w.begin_op(int(w.row[lane]), "bulk load")
-        for rank in ranks_of(named) or [at >> RANK_SHIFT]:
-            own = (bar & OFFSET_MASK) | rank << RANK_SHIFT if named else bar
-            post_load(w.cta, rank << RANK_SHIFT | at & OFFSET_MASK, tensormap.run(start, nbytes), own, op, "bulk load")
 
 
 def _sixteen(*numbers: int) -> None:
@@ -93,14 +86,13 @@ def _deliver(
     waiting.complete(pieces.nbytes * len(words), op, LATENCY)
 
 
-@form("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes", since=90, golden="tma")
-def bulk_between(e: Emitter, inst: Inst) -> None:
-    target, source, size, barrier = inst.operands
-    shared = [e.address(x, wide=False) for x in (target, source, barrier)]
-    e.call(_bulk_between, [shared[0], shared[1], e.get(size, "u4"), shared[2]])
-
-
-def _bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array) -> None:
+@called(
+    "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes",
+    operands="[u4] [u4] u4 [u4]",
+    since=90,
+    golden="tma",
+)
+def bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array) -> None:
     for lane, at, start, nbytes, bar in w.each(mask, target, source, size, barrier):
         _sixteen(at, start, nbytes)
         op = w.begin_op(int(w.row[lane]), "bulk copy between CTAs")
@@ -113,37 +105,24 @@ def _copy_between(cta: Cta, target: int, pieces: Chunks, op: Op | None, waiting:
     _deliver(cta, target, pieces, words, op, waiting, "bulk copy")
 
 
-@form(f"cp.async.bulk.global.shared::cta.bulk_group{HINT}", since=90, golden="tma")
-def bulk_store(e: Emitter, inst: Inst, hint: str) -> None:
-    _bulk_out(e, inst, "", "uint8")
-
-
-@form(
+@called(
+    f"cp.async.bulk.global.shared::cta.bulk_group{HINT}{{}}{{}}",
     f"cp.reduce.async.bulk.global.shared::cta.bulk_group{HINT}"
     "{.add|.min|.max|.and|.or|.xor}{.u32|.s32|.u64|.s64|.b32|.b64|.f32|.f64|.f16|.bf16}",
     f"cp.reduce.async.bulk.global.shared::cta.bulk_group{HINT}{{.add}}.noftz{{.f16|.bf16}}",
+    operands="$1 $2 [u8] [u4] u4",
     since=90,
     golden="tma",
 )
-def bulk_reduce(e: Emitter, inst: Inst, hint: str, op: str, kind: str) -> None:
-    names = {"u": "uint", "s": "int", "b": "uint", "f": "float"}
-    _bulk_out(e, inst, op, "bfloat16" if kind == ".bf16" else names[kind[1]] + kind[2:])
-
-
-def _bulk_out(e: Emitter, inst: Inst, reduce: str, kind: str) -> None:
-    target, source, size, *_ = inst.operands
-    arguments = [e.address(target, wide=True), e.address(source, wide=False), e.get(size, "u4")]
-    e.call(_bulk_store, [*arguments, repr(reduce), repr(kind)])
-
-
-def _bulk_store(
-    w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, reduce: str, kind: str
+def bulk_store(
+    w: WarpBatch, mask: Array | None, reduce: str, kind: str, target: Array, source: Array, size: Array
 ) -> None:
+    name = "bfloat16" if kind == ".bf16" else DTYPES[tag(kind or ".b8")].name
     for lane, to, start, nbytes in w.each(mask, target, source, size):
         _sixteen(to, start, nbytes)
         op = w.begin_op(int(w.row[lane]), "bulk store")
         open_group(w, lane).append(
-            posted_store(w.cta, start, tensormap.run(to, nbytes), (reduce, kind), op, "bulk store")
+            posted_store(w.cta, start, tensormap.run(to, nbytes), (reduce, name), op, "bulk store")
         )
 
 
@@ -247,7 +226,7 @@ class _GroupWait(Wait):
         return True
 
 
-@called("cp.async.bulk.wait_group{|.read}", since=90, solo=True, conformance="order", golden="tma")
+@called("cp.async.bulk.wait_group{|.read}", operands="#", since=90, solo=True, conformance="order", golden="tma")
 def wait_group(w: WarpBatch, mask: Array | None, keep: int) -> None:
     table = _groups(w.cta)
     owners = [(lane, table[w.thread(lane)]) for lane in w.lanes(mask) if w.thread(lane) in table]

@@ -20,7 +20,7 @@ from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import WarpBatch
 
 
-@called("mapa{|.shared::cluster}{.u32|.u64}", kinds=("", "u4"), results=("",), since=90, golden="cluster")
+@called("mapa{|.shared::cluster}{.u32|.u64}", operands=". u4", results=".", since=90, golden="cluster")
 def mapa(w: WarpBatch, mask: Array | None, address: Array, rank: Array) -> Array:
     """Map addresses to another CTA. The address of a CTA that does not exist is an error only when it is used."""
     wide = address.astype(np.uint64) & np.uint64(OFFSET_MASK)
@@ -76,18 +76,13 @@ def wait(w: WarpBatch, mask: Array | None) -> None:
     w.wait = meeting.wait(agents)
 
 
-@form(
+@called(
     "st.async{|.weak}.shared::cluster.mbarrier::complete_tx::bytes{|.v2|.v4}{.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}",
+    operands="[u4] {.} [u4]",
     since=90,
     golden="cluster",
 )
-def st_async(e: Emitter, inst: Inst, weak: str, vec: str, kind: str) -> None:
-    target, source, barrier = inst.operands
-    values = e.values(source, f"u{tag(kind)[1]}")
-    e.call(_st_async, [e.address(target, wide=False), values, e.address(barrier, wide=False)])
-
-
-def _st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Array, ...], barrier: Array) -> None:
+def st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Array, ...], barrier: Array) -> None:
     """One operation for all lanes of a warp that count at the same barrier: their clocks are equal."""
     targets, barriers = w.full(target), w.full(barrier)
     data = np.ascontiguousarray(np.stack([w.full(v) for v in values], axis=1)).view(np.uint8)

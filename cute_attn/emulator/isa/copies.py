@@ -17,18 +17,10 @@ from cute_attn.emulator.memory import SharedMemory
 from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import WarpBatch
 
-_COUNT = {".x1": 1, ".x2": 2, ".x4": 4}
 _SHARED = "{.shared|.shared::cta}"
 
 
 # --- ldmatrix, stmatrix -----------------------------------------------------------------------------------------------
-
-
-@form(f"ldmatrix.sync.aligned.m8n8{{.x1|.x2|.x4}}{{|.trans}}{_SHARED}.b16", converges=True, golden="matrix")
-def ldmatrix(e: Emitter, inst: Inst, count: str, trans: str, space: str) -> None:
-    d, address = inst.operands
-    arguments = [e.address(address, wide=False), str(_COUNT[count]), str(bool(trans))]
-    e.call(_ldmatrix, arguments, [(item, "u4") for item in e.items(d)], rows=True)
 
 
 def _row_addresses(w: WarpBatch, address: Array, count: int) -> Array:
@@ -37,7 +29,15 @@ def _row_addresses(w: WarpBatch, address: Array, count: int) -> Array:
     return rows
 
 
-def _ldmatrix(w: WarpBatch, mask: Array | None, address: Array, count: int, trans: bool) -> Array:
+@called(
+    f"ldmatrix.sync.aligned.m8n8.x{{1|2|4}}{{|.trans}}{_SHARED}.b16",
+    operands="$0 $1 [u4]",
+    results="{u4}",
+    converges=True,
+    golden="matrix",
+)
+def ldmatrix(w: WarpBatch, mask: Array | None, matrices: str, trans: str, address: Array) -> Array:
+    count = int(matrices)
     data, warps = _matrix_rows(w, mask, address, count, "ldmatrix")
     if trans:
         # lane l gets rows 2 (l % 4) and + 1 of column l / 4
@@ -76,32 +76,30 @@ def _lanes(w: WarpBatch, mask: Array | None, words: Array) -> Array:
     return out
 
 
-@form(
-    f"ldmatrix.sync.aligned.m16n16{{.x1|.x2}}.trans{_SHARED}.b8",
+@called(
+    f"ldmatrix.sync.aligned.m16n16.x{{1|2}}.trans{_SHARED}.b8",
+    operands="$0 [u4]",
+    results="{u4}",
     since=100,
     conformance="unverified",
     converges=True,
 )
-def ldmatrix_bytes(e: Emitter, inst: Inst, count: str, space: str) -> None:
-    d, address = inst.operands
-    results = [(item, "u4") for item in e.items(d)]
-    e.call(_ldmatrix_bytes, [e.address(address, wide=False), str(_COUNT[count])], results, rows=True)
-
-
-def _ldmatrix_bytes(w: WarpBatch, mask: Array | None, address: Array, count: int) -> Array:
+def ldmatrix_bytes(w: WarpBatch, mask: Array | None, matrices: str, address: Array) -> Array:
     """Lane l gets bytes l / 4 and l / 4 + 8 of rows 4 (l % 4) + 0..3 of each matrix."""
+    count = int(matrices)
     data, warps = _matrix_rows(w, mask, address, 2 * count, "ldmatrix")
     items = data.view(np.uint8).reshape(warps, count, 4, 4, 2, 8).transpose(1, 4, 0, 5, 2, 3)
     return _lanes(w, mask, np.ascontiguousarray(items).view(np.uint32).reshape(2 * count, -1))
 
 
-@form(f"stmatrix.sync.aligned.m8n8{{.x1|.x2|.x4}}{{|.trans}}{_SHARED}.b16", since=90, converges=True, golden="matrix")
-def stmatrix(e: Emitter, inst: Inst, count: str, trans: str, space: str) -> None:
-    address, sources = inst.operands
-    e.call(_stmatrix, [e.address(address, wide=False), e.values(sources, "u4"), str(bool(trans))])
-
-
-def _stmatrix(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...], trans: bool) -> None:
+@called(
+    f"stmatrix.sync.aligned.m8n8.x{{1|2|4}}{{|.trans}}{_SHARED}.b16",
+    operands="$1 [u4] {u4}",
+    since=90,
+    converges=True,
+    golden="matrix",
+)
+def stmatrix(w: WarpBatch, mask: Array | None, trans: str, address: Array, sources: tuple[Array, ...]) -> None:
     whole(w, mask, "stmatrix")
     count = len(sources)
     present = np.ones(len(w.warps), np.bool_) if mask is None else mask.reshape(-1, 32)[:, 0]
@@ -239,7 +237,7 @@ def wait_all(w: WarpBatch, mask: Array | None) -> None:
     wait(w, mask, 0)
 
 
-@called("cp.async.wait_group", conformance="order", golden="copies")
+@called("cp.async.wait_group", operands="#", conformance="order", golden="copies")
 def wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
     for position in _warps(w, mask, "cp.async.wait_group"):
         copies = _copies(w, int(position))

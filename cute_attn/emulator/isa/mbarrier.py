@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cute_attn.emulator.clocks import ORDER, PROXY, Clocks, Op
 from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import BarrierFault
 from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.barriers import on_clocks
-from cute_attn.emulator.isa.registry import called, form
+from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import MBARRIER, OFFSET_MASK, RANK_SHIFT
-from cute_attn.emulator.ptx import Inst, Sym
 from cute_attn.emulator.warp_batch import WarpBatch
 
 if TYPE_CHECKING:
@@ -192,12 +190,8 @@ def target(cta: Cta, address: int, op: Op | None, what: str, in_order: bool = Fa
 # --- life of a barrier ------------------------------------------------------------------------------------------------
 
 
-@form("mbarrier.init{|.shared|.shared::cta}.b64", golden="mbarrier")
-def init(e: Emitter, inst: Inst, space: str) -> None:
-    e.call(_init, [e.shared_address(inst.operands[0], space), e.get(inst.operands[1], "u4")])
-
-
-def _init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> None:
+@called("mbarrier.init{|.shared|.shared::cta}.b64", operands="[] u4", golden="mbarrier")
+def init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> None:
     for lane, where, number in w.each(mask, address & OFFSET_MASK, count):
         w.cta.smem.check(np.array([where]), 8, "mbarrier.init")
         if not 1 <= number <= MAX_COUNT:
@@ -248,12 +242,8 @@ def _check_remote(cta: Cta, clocks: Clocks) -> None:
                 )
 
 
-@form("mbarrier.inval{|.shared|.shared::cta}.b64", golden="mbarrier")
-def inval(e: Emitter, inst: Inst, space: str) -> None:
-    e.call(_inval, [e.shared_address(inst.operands[0], space)])
-
-
-def _inval(w: WarpBatch, mask: Array | None, address: Array) -> None:
+@called("mbarrier.inval{|.shared|.shared::cta}.b64", operands="[]", golden="mbarrier")
+def inval(w: WarpBatch, mask: Array | None, address: Array) -> None:
     for _, where in w.each(mask, address):
         at(w.cta, where)
         offset = where & OFFSET_MASK
@@ -262,20 +252,6 @@ def _inval(w: WarpBatch, mask: Array | None, address: Array) -> None:
 
 
 # --- arrivals ---------------------------------------------------------------------------------------------------------
-
-
-@form(f"mbarrier.{{arrive|arrive_drop}}{{}}{_SEM}{_SPACE}.b64", golden="mbarrier")
-@form(f"mbarrier.{{arrive|arrive_drop}}{{.expect_tx}}{_SEM}{_SPACE}.b64", since=90, golden="mbarrier")
-def arrive(e: Emitter, inst: Inst, how: str, expect: str, sem: str, scope: str, space: str) -> None:
-    target, address, *rest = inst.operands
-    number = e.get(rest[0], "u4") if rest else e.constant(1, "u4")
-    numbers = [e.constant(1, "u4"), number] if expect else [number, e.constant(0, "u4")]
-    flags = [str(how == "arrive_drop"), str(sem == ".relaxed")]
-    arguments = [e.shared_address(address, space), str(space in _ANYWHERE), *numbers, *flags]
-    if isinstance(target, Sym):
-        e.call(_arrive, arguments)
-    else:
-        e.call(_arrive, arguments, [(target, "u8")])
 
 
 _go_on = on_clocks(Clocks.go_on)
@@ -293,55 +269,49 @@ def _check_straddling(w: WarpBatch, lane: int, barrier: Mbarrier, first: _Phases
         )
 
 
-def _arrive(
-    w: WarpBatch,
-    mask: Array | None,
-    address: Array,
-    cluster: bool,
-    count: Array,
-    tx: Array,
-    drop: bool,
-    relaxed: bool,
+_ARRIVE: dict[str, Any] = {"operands": "$0 $1 $2 $4 [] u4=1", "results": "u8", "golden": "mbarrier"}
+
+
+@called(f"mbarrier.{{arrive|arrive_drop}}{{}}{_SEM}{_SPACE}.b64", **_ARRIVE)
+@called(f"mbarrier.{{arrive|arrive_drop}}{{.expect_tx}}{_SEM}{_SPACE}.b64", since=90, **_ARRIVE)
+def arrive(
+    w: WarpBatch, mask: Array | None, how: str, expect: str, sem: str, space: str, address: Array, numbers: Array
 ) -> Array:
-    """Arrive. The token is the number of the current phase."""
+    """Arrive with a count, or once with expected bytes. The token is the number of the current phase."""
     token = np.zeros(w.size, np.uint64)
     first: _Phases = {}
-    for lane, where, number, expected in w.each(mask, address, count, tx):
-        barrier = at(w.cta, where, cluster)
+    for lane, where, number in w.each(mask, address, numbers):
+        barrier = at(w.cta, where, space in _ANYWHERE)
         token[lane] = barrier.phase
         _check_straddling(w, lane, barrier, first)
-        if drop:
+        if how == "arrive_drop":
             barrier.count -= 1
         agent = int(w.lane_agents[lane])
         barrier.used_by(w.cta, "an arrival", agent=agent)
-        barrier.arrive(agent, number, expected, relaxed)
+        barrier.arrive(agent, *((1, number) if expect else (number, 0)), relaxed=sem == ".relaxed")
     _go_on(w, mask)
     return token
 
 
-@form(f"mbarrier.{{expect_tx|complete_tx}}{{|.relaxed}}{{|.cta|.cluster}}{_SPACE}.b64", since=90, golden="mbarrier")
-def transaction(e: Emitter, inst: Inst, op: str, sem: str, scope: str, space: str) -> None:
-    address, count = e.shared_address(inst.operands[0], space), e.get(inst.operands[1], "u4")
-    e.call(_transaction, [address, str(space in _ANYWHERE), count, str(op == "expect_tx")])
-
-
-def _transaction(w: WarpBatch, mask: Array | None, address: Array, cluster: bool, count: Array, expect: bool) -> None:
+@called(
+    f"mbarrier.{{expect_tx|complete_tx}}{{|.relaxed}}{{|.cta|.cluster}}{_SPACE}.b64",
+    operands="$0 $3 [] u4",
+    since=90,
+    golden="mbarrier",
+)
+def transaction(w: WarpBatch, mask: Array | None, how: str, space: str, address: Array, count: Array) -> None:
     for lane, where, number in w.each(mask, address, count):
-        barrier = at(w.cta, where, cluster)
+        barrier = at(w.cta, where, space in _ANYWHERE)
         agent = int(w.lane_agents[lane])
         barrier.seen(agent)
         barrier.used_by(w.cta, "a change of the expected bytes", agent=agent)
-        barrier.add_tx(number if expect else -number)
-        if not expect:
+        barrier.add_tx(number if how == "expect_tx" else -number)
+        if how == "complete_tx":
             barrier.advance()
 
 
-@form("cp.async.mbarrier.arrive{|.noinc}{|.shared|.shared::cta}.b64", golden="mbarrier")
-def copies_arrive(e: Emitter, inst: Inst, noinc: str, space: str) -> None:
-    e.call(_copies_arrive, [e.shared_address(inst.operands[0], space), str(bool(noinc))])
-
-
-def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool) -> None:
+@called("cp.async.mbarrier.arrive{|.noinc}{|.shared|.shared::cta}.b64", operands="$0 []", golden="mbarrier")
+def copies_arrive(w: WarpBatch, mask: Array | None, noinc: str, address: Array) -> None:
     """Arrive for each lane once its copies so far have landed; without .noinc, raise the pending count first."""
     from cute_attn.emulator.isa.copies import outstanding
 
@@ -367,18 +337,13 @@ def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
-@form(
-    f"mbarrier.{{test_wait|try_wait}}{{|.parity}}{{|.acquire|.relaxed}}{{|.cta|.cluster}}{_SPACE}.b64",
-    solo=True,
-    golden="mbarrier",
-)
-def wait(e: Emitter, inst: Inst, op: str, parity: str, sem: str, scope: str, space: str) -> None:
-    d, address, expected, *_ = inst.operands
-    arguments = [e.shared_address(address, space), e.get(expected, "u4" if parity else "u8")]
-    e.call(_test, [*arguments, str(bool(parity)), str(sem == ".relaxed")], [(d, "p")])
+_TEST: dict[str, Any] = {"results": "p", "solo": True, "golden": "mbarrier"}
+_ACQUIRE = "{|.acquire|.relaxed}{|.cta|.cluster}"
 
 
-def _test(w: WarpBatch, mask: Array | None, address: Array, expected: Array, parity: bool, relaxed: bool) -> Array:
+@called(f"mbarrier.{{test_wait|try_wait}}{{}}{_ACQUIRE}{_SPACE}.b64", operands="$1 $2 [] u8 ?", **_TEST)
+@called(f"mbarrier.{{test_wait|try_wait}}{{.parity}}{_ACQUIRE}{_SPACE}.b64", operands="$1 $2 [] u4 ?", **_TEST)
+def wait(w: WarpBatch, mask: Array | None, parity: str, sem: str, address: Array, expected: Array) -> Array:
     clocks = w.cta.clocks
     since, w.spin_since = w.spin_since, None
     if clocks is not None and since is not None:
@@ -390,7 +355,7 @@ def _test(w: WarpBatch, mask: Array | None, address: Array, expected: Array, par
             barrier.seen(int(agent))
         passed = (barrier.phase & 1) != (want & 1) if parity else barrier.phase > want
         if passed:
-            barrier.pass_(agents, relaxed)
+            barrier.pass_(agents, sem == ".relaxed")
             w.passed = barrier.name
             done[some] = True
         else:

@@ -68,9 +68,10 @@ def observe(w: WarpBatch, mask: Array | None, address: Array, acquire: bool) -> 
             relation.observed.setdefault((cluster.number, agent), []).extend(messages)
 
 
-def fence(w: WarpBatch, mask: Array | None, wide: bool) -> None:
-    """Apply fence.acq_rel, fence.sc or membar. `wide`: of gpu or sys scope; else only mbarriers hand it on."""
+def fence(w: WarpBatch, mask: Array | None, scope: str) -> None:
+    """Apply fence.acq_rel, fence.sc or membar. Those of a CTA or a cluster only mbarriers hand on."""
     cluster, relation = w.cta.cluster, w.cta.grid.happens_before
+    wide = scope in (".gpu", ".sys", ".gl")
     if cluster.clocks is None:
         return
     for lane in w.first_lanes(mask):

@@ -57,7 +57,7 @@ class _Claim(Wait):
         return False
 
 
-@called("setmaxnreg.inc.sync.aligned.u32", since=90, solo=True, converges=True, conformance="order")
+@called("setmaxnreg.inc.sync.aligned.u32", operands="#", since=90, solo=True, converges=True, conformance="order")
 def claim(w: WarpBatch, mask: Array | None, count: int) -> None:
     warps, pool = _warps(w, mask, count, "setmaxnreg.inc"), pool_of(w.cta)
     most = int(pool.held[warps].max())
@@ -68,7 +68,7 @@ def claim(w: WarpBatch, mask: Array | None, count: int) -> None:
         w.wait = waiting
 
 
-@called("setmaxnreg.dec.sync.aligned.u32", since=90, converges=True, conformance="order")
+@called("setmaxnreg.dec.sync.aligned.u32", operands="#", since=90, converges=True, conformance="order")
 def release(w: WarpBatch, mask: Array | None, count: int) -> None:
     warps, pool = _warps(w, mask, count, "setmaxnreg.dec"), pool_of(w.cta)
     least = int(pool.held[warps].min())

@@ -95,24 +95,20 @@ class _Allocating(Wait):
         return True
 
 
-@tensor_form(f"tcgen05.alloc{GROUP}.sync.aligned{{|.shared::cta}}.b32", solo=True, converges=True)
-def alloc(e: Emitter, inst: Inst, group: str, space: str) -> None:
-    e.call(_alloc, [e.shared_address(inst.operands[0], space), e.get(inst.operands[1], "u4"), group])
-
-
-def _alloc(w: WarpBatch, mask: Array | None, address: Array, count: Array, group: int) -> None:
+@tensor_call(f"tcgen05.alloc{GROUP}.sync.aligned{{|.shared::cta}}.b32", operands="$0 [] u4", solo=True, converges=True)
+def alloc(w: WarpBatch, mask: Array | None, group: str, address: Array, count: Array) -> None:
     whole(w, mask, "tcgen05.alloc")
     lanes = w.first_lanes(mask)
     if len(lanes) > 1:
         raise MemoryFault("tcgen05.alloc by more than one warp at once")
     columns, target = w.uniform(count, mask, "column count"), w.uniform(address, mask, "address")
     memory_of(w.cta).check_allocation(columns)
-    waiting = _Allocating(w.cta, int(w.lane_agents[lanes[0]]), target, columns, group)
+    waiting = _Allocating(w.cta, int(w.lane_agents[lanes[0]]), target, columns, int(group))
     if not waiting.ready():
         w.wait = waiting
 
 
-@tensor_call(f"tcgen05.dealloc{GROUP}.sync.aligned.b32", kinds=("u4", "u4"), choices=1, converges=True)
+@tensor_call(f"tcgen05.dealloc{GROUP}.sync.aligned.b32", operands="$0 u4 u4", converges=True)
 def dealloc(w: WarpBatch, mask: Array | None, group: str, address: Array, count: Array) -> None:
     whole(w, mask, "tcgen05.dealloc")
     pair_of(w.cta, int(group))
@@ -122,7 +118,7 @@ def dealloc(w: WarpBatch, mask: Array | None, group: str, address: Array, count:
         memory.free(start, columns, int(w.lane_agents[lane]))
 
 
-@tensor_call(f"tcgen05.relinquish_alloc_permit{GROUP}.sync.aligned", choices=1, converges=True)
+@tensor_call(f"tcgen05.relinquish_alloc_permit{GROUP}.sync.aligned", operands="$0", converges=True)
 def relinquish(w: WarpBatch, mask: Array | None, group: str) -> None:
     pair_of(w.cta, int(group))
     memory_of(w.cta).relinquished = True
@@ -230,7 +226,7 @@ def _store(w: WarpBatch, mask: Array | None, address: Array, values: tuple[Array
     memory.valid[places.lanes, places.columns] = True
 
 
-@tensor_call("tcgen05.wait::{ld|st}.sync.aligned", choices=1, converges=True)
+@tensor_call("tcgen05.wait::{ld|st}.sync.aligned", operands="$0", converges=True)
 def wait(w: WarpBatch, mask: Array | None, which: str) -> None:
     whole(w, mask, "tcgen05.wait")
     memory = memory_of(w.cta)

@@ -14,7 +14,7 @@ from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import MemoryFault, PtxError
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.bulk import ranks_of
-from cute_attn.emulator.isa.tmem import GROUP, memory_of, pair_of, tensor_form
+from cute_attn.emulator.isa.tmem import GROUP, memory_of, pair_of, tensor_call, tensor_form
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Addr, Inst
 from cute_attn.emulator.tensor_memory import split_address
@@ -130,15 +130,12 @@ def _queue(w: WarpBatch, lane: int) -> str:
 # --- commit -----------------------------------------------------------------------------------------------------------
 
 
-@tensor_form(f"tcgen05.commit{GROUP}.mbarrier::arrive::one{{|.shared::cluster}}{{|.multicast::cluster}}.b64")
-def commit(e: Emitter, inst: Inst, group: str, space: str, multicast: str) -> None:
-    address, *rest = inst.operands
-    ctas = e.get(rest[0], "u4") if multicast else e.constant(0, "u4")
-    e.call(_commit, [group, e.shared_address(address, space), ctas, str(bool(multicast))])
-
-
-def _commit(w: WarpBatch, mask: Array | None, group: int, address: Array, ctas: Array, multicast: bool) -> None:
-    pair_of(w.cta, group)
+@tensor_call(
+    f"tcgen05.commit{GROUP}.mbarrier::arrive::one{{|.shared::cluster}}{{|.multicast::cluster}}.b64",
+    operands="$0 $2 [] u4=0",
+)
+def commit(w: WarpBatch, mask: Array | None, group: str, multicast: str, address: Array, ctas: Array) -> None:
+    pair_of(w.cta, int(group))
     for lane, at, named in w.each(mask, address, ctas):
         ranks = ranks_of(named) if multicast else [at >> RANK_SHIFT]
         stream = memory_of(w.cta).stream(int(w.lane_agents[lane]), KIND, int(w.lane[lane]))

@@ -229,7 +229,7 @@ def _product(e: Emitter, inst: Inst, n: int, to: str, kinds: tuple[str, str], it
     half = to == ".f16"
     if len(indices) != (n // 4 if half else n // 2):
         raise PtxError(f"{inst.op} with {len(indices)} accumulators")
-    decoders = (DECODERS[kinds[0]], DECODERS[kinds[1]])
+    decoders = (DECODERS[kinds[0][1:]], DECODERS[kinds[1][1:]])
     how = e.bind(
         (n, decoders, item_bytes, signs, (bool(major_a), bool(major_b)), half, indices, fragments, inst), "wgmma"
     )
@@ -309,7 +309,7 @@ def commit(w: WarpBatch, mask: Array | None) -> None:
     w.wgmma_groups.append([])
 
 
-@called("wgmma.wait_group.sync.aligned", converges=True, conformance="order", **_HOPPER)
+@called("wgmma.wait_group.sync.aligned", operands="#", converges=True, conformance="order", **_HOPPER)
 def wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
     """Complete committed groups, oldest first, until `keep` are left."""
     finished: list[Product] = []
