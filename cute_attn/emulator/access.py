@@ -46,6 +46,16 @@ def shared_of(batch: WarpBatch, addresses: Array, what: str, cluster: bool = Fal
     return found
 
 
+def shared_at(
+    batch: WarpBatch, addresses: Array, nbytes: int, what: str, cluster: bool = False
+) -> tuple[SharedMemory, Array]:
+    """The CTA's shared memory, and where in it these words are, which must be inside and aligned."""
+    ((memory, _),) = shared_of(batch, addresses, what, cluster)
+    offsets = offsets_of(addresses)
+    memory.check(offsets, nbytes, what)
+    return memory, offsets
+
+
 def offsets_of(addresses: Array) -> Array:
     return (addresses & np.uint32(OFFSET_MASK)).astype(np.int64)
 

@@ -103,8 +103,5 @@ def _atomic(
 
 def _shared_word(w: WarpBatch, address: int, width: int, cluster: bool) -> Array:
     """View of a shared word. Atomics on shared memory are unordered with one another and are not checked for races."""
-    (memory, _), *_ = access.shared_of(w, np.array([address], np.uint32), "atom", cluster)
-    offset = access.offsets_of(np.array([address], np.uint32))
-    memory.check(offset, width, "atom")
-    start = int(offset[0])
-    return memory.bytes.data[start : start + width]
+    memory, (offset,) = access.shared_at(w, np.array([address], np.uint32), width, "atom", cluster)
+    return memory.bytes.data[offset : offset + width]

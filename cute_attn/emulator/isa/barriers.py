@@ -177,8 +177,3 @@ called(
     operands="$1",
     conformance="order",
 )(order.fence)
-
-
-@form("griddepcontrol.launch_dependents", **_HOPPER)
-def grid_launch(e: Emitter, inst: Inst) -> None:
-    """Emit nothing: race checks always assume that the next launch begins at once."""

@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 
 from cute_attn.emulator import access
-from cute_attn.emulator.dtypes import Array, tag
-from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import BarrierFault, Race
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.barriers import Meeting
 from cute_attn.emulator.isa.mma import whole
-from cute_attn.emulator.isa.registry import called, form
+from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import GENERIC_SHARED, OFFSET_MASK, RANK_SHIFT
-from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import WarpBatch
 
 
@@ -30,11 +28,9 @@ def mapa(w: WarpBatch, mask: Array | None, address: Array, rank: Array) -> Array
     return found
 
 
-@form("getctarank{|.shared::cluster}{.u32|.u64}", since=90, golden="cluster")
-def ctarank(e: Emitter, inst: Inst, space: str, kind: str) -> None:
-    d, address = inst.operands
-    text = f"({e.get(address, tag(kind))}.astype(u4) >> {e.constant(RANK_SHIFT, 'u4')})"
-    e.set(d, "u4", text)
+@called("getctarank{|.shared::cluster}{.u32|.u64}", operands=".", results="u4", since=90, golden="cluster")
+def ctarank(w: WarpBatch, mask: Array | None, address: Array) -> Array:
+    return address.astype(np.uint32) >> np.uint32(RANK_SHIFT)
 
 
 _MEETING: dict[str, Any] = {"since": 90, "solo": True, "converges": True, "golden": "cluster"}

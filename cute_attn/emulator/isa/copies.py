@@ -8,13 +8,11 @@ import numpy as np
 
 from cute_attn.emulator import access
 from cute_attn.emulator.clocks import ORDER, Op
-from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import Divergence, PtxError
 from cute_attn.emulator.isa.mma import whole
-from cute_attn.emulator.isa.registry import called, form
+from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import SharedMemory
-from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import WarpBatch
 
 _SHARED = "{.shared|.shared::cta}"
@@ -59,10 +57,7 @@ def _matrix_rows(w: WarpBatch, mask: Array | None, address: Array, count: int, w
         agents = w.agents[mask.reshape(-1, 32)[:, 0]]
     else:
         agents = w.agents
-    at = rows.ravel()
-    (memory, _), *_ = access.shared_of(w, at, what)
-    offsets = access.offsets_of(at)
-    memory.check(offsets, 16, what)
+    memory, offsets = access.shared_at(w, rows.ravel(), 16, what)
     data: Array = memory.load(offsets, 16, np.repeat(agents, 8 * count), what)
     return data, len(agents)
 
@@ -110,9 +105,7 @@ def stmatrix(w: WarpBatch, mask: Array | None, trans: str, address: Array, sourc
         rows = np.ascontiguousarray(pairs.transpose(0, 1, 3, 4, 2)).view(np.uint8).reshape(-1, 16)
     else:
         rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, 16)
-    (memory, _), *_ = access.shared_of(w, at, "stmatrix")
-    offsets = access.offsets_of(at)
-    memory.check(offsets, 16, "stmatrix")
+    memory, offsets = access.shared_at(w, at, 16, "stmatrix")
     memory.store(offsets, access.words_of(rows), np.repeat(w.agents[present], 8 * count), "stmatrix")
 
 
@@ -142,41 +135,20 @@ def _copies(w: WarpBatch, position: int) -> Copies:
     return table[int(w.warps[position])]
 
 
-@form(
+@called(
     f"cp.async{{.ca|.cg}}{_SHARED}.global{{|.L2::cache_hint}}{{|.L2::64B|.L2::128B|.L2::256B}}",
+    operands="$0 [u4] [u8] # u4=None",
     golden="copies",
 )
-def cp_async(e: Emitter, inst: Inst, cache: str, *choices: str) -> None:
-    target, source, of_size, *rest = inst.operands
-    size = e.number(inst, of_size)
-    if size not in ((16,) if cache == ".cg" else (4, 8, 16)):
-        raise PtxError(f"{inst.op} of {size} bytes")
-    given = e.get(rest[0], "u4") if rest and ".L2::cache_hint" not in choices else e.constant(size, "u4")
-    e.call(_cp_async, [e.address(target, wide=False), e.address(source, wide=True), str(size), given])
-
-
-def _cp_async(w: WarpBatch, mask: Array | None, target: Array, source: Array, size: int, given: Array) -> None:
+def cp_async(
+    w: WarpBatch, mask: Array | None, cache: str, target: Array, source: Array, size: int, given: Array | None
+) -> None:
     """Copy `size` bytes: the first `given` are read (0 allows any address), the others are filled with zeros."""
+    if size not in ((16,) if cache == ".cg" else (4, 8, 16)):
+        raise PtxError(f"cp.async{cache} of {size} bytes")
     lanes = w.lanes(mask)
-    wanted = w.full(given)
-    if (wanted[lanes] > size).any():
-        raise PtxError(f"cp.async: source size above {size}")
-    rows = np.zeros((w.size, size), np.uint8)
-    active = w.active(mask)
-    for count in given.tolist() if len(given) == 1 else np.unique(wanted[lanes]).tolist():
-        if count:
-            some = active & (wanted == count)
-            part = (
-                access.load_global(w, some, source, count, "cp.async")
-                if count == size
-                else _partial(w, some, source, count)
-            )
-            rows[some, :count] = part[some]
-    at = w.full(target)[lanes]
-    (memory, _), *_ = access.shared_of(w, at, "cp.async")
-    offsets = access.offsets_of(at)
-    memory.check(offsets, size, "cp.async")
-    words = access.words_of(rows[lanes])
+    memory, offsets = access.shared_at(w, w.full(target)[lanes], size, "cp.async")
+    words = access.words_of(_source(w, mask, source, size, given)[lanes])
     owners = w.row[lanes]
     for position in np.unique(owners):
         copies = _copies(w, int(position))
@@ -188,10 +160,22 @@ def _cp_async(w: WarpBatch, mask: Array | None, target: Array, source: Array, si
             _land(copies.open, copies.ops)
 
 
-def _partial(w: WarpBatch, mask: Array, source: Array, count: int) -> Array:
-    """Read a source that is no whole word, byte by byte."""
-    columns = [access.load_global(w, mask, source + np.uint64(i), 1, "cp.async") for i in range(count)]
-    return np.concatenate(columns, axis=1)
+def _source(w: WarpBatch, mask: Array | None, source: Array, size: int, given: Array | None) -> Array:
+    """Read the first `given` of `size` bytes: as a word if they are all, else byte by byte."""
+    if given is None:
+        return access.load_global(w, mask, source, size, "cp.async")
+    wanted, rows = w.full(given), np.zeros((w.size, size), np.uint8)
+    if (wanted[w.lanes(mask)] > size).any():
+        raise PtxError(f"cp.async: source size above {size}")
+    whole = w.active(mask) & (wanted == size)
+    if some(whole):
+        rows = access.load_global(w, whole, source, size, "cp.async")
+    part = w.active(mask) & (wanted < size)
+    for i in range(int(wanted[part].max(initial=0))):
+        reading = part & (wanted > i)
+        column = access.load_global(w, reading, source + np.uint64(i), 1, "cp.async")
+        rows[reading, i] = column[reading, 0]
+    return rows
 
 
 def _land(group: list[Copy], ops: list[Op]) -> None:

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator import formats
 from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import Divergence
+from cute_attn.emulator.formats import DECODERS, Decode
 from cute_attn.emulator.isa import floats
 from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.warp_batch import WarpBatch
-
-Decode = Callable[[Array], Array]
-
-
-DECODERS: dict[str, Decode] = {
-    "f16": lambda words: words.view(np.float16).astype(np.float32),
-    "bf16": lambda words: floats.bf16_to_f32(words.view(np.uint16)),
-    "e4m3": lambda words: formats.decode(words.view(np.uint8), "e4m3"),
-    "e5m2": lambda words: formats.decode(words.view(np.uint8), "e5m2"),
-}
 
 
 def whole(w: WarpBatch, mask: Array | None, what: str) -> None:
@@ -54,11 +43,11 @@ def _stack(w: WarpBatch, registers: tuple[Array, ...]) -> Array:
 
 _MMA: dict[str, Any] = {"converges": True, "conformance": "approx", "golden": "mma"}
 _FLOAT32: dict[str, Any] = {"operands": "$1 {u4} {u4} {f4}", "results": "{f4}", **_MMA}
-_EIGHT_BITS = "{.e4m3.e4m3|.e4m3.e5m2|.e5m2.e4m3|.e5m2.e5m2}"
+EIGHT_BITS = "{.e4m3.e4m3|.e4m3.e5m2|.e5m2.e4m3|.e5m2.e5m2}"
 
 
 @called("mma.sync.aligned.m16n8{k16|k8}.row.col.f32{.f16.f16|.bf16.bf16}.f32", **_FLOAT32)
-@called(f"mma.sync.aligned.m16n8{{k32|k16}}.row.col.f32{_EIGHT_BITS}.f32", since=89, **_FLOAT32)
+@called(f"mma.sync.aligned.m16n8{{k32|k16}}.row.col.f32{EIGHT_BITS}.f32", since=89, **_FLOAT32)
 def mma(
     w: WarpBatch,
     mask: Array | None,

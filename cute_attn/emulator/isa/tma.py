@@ -6,12 +6,10 @@ import numpy as np
 
 from cute_attn.emulator import access, tensormap
 from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import MemoryFault, PtxError
 from cute_attn.emulator.isa.bulk import HINT, MULTICAST, Task, open_group, post_load, posted_store, ranks_of
-from cute_attn.emulator.isa.registry import called, form
+from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import GENERIC_PARAM, OFFSET_MASK, RANK_SHIFT
-from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import WarpBatch
 
 _DIMS = "{.1d|.2d|.3d|.4d|.5d}"
@@ -95,16 +93,6 @@ def _check_place(tensor: tensormap.TensorMap, place: list[int], lane: int) -> No
 def _leader(rank: int, barrier: int, pair: bool) -> int:
     """Rank of the CTA whose barrier counts the bytes of CTA `rank`: in a pair, the CTA of the barrier's parity."""
     return (rank & ~1) | (barrier >> RANK_SHIFT & 1) if pair else rank
-
-
-@form(
-    f"cp.async.bulk.prefetch.tensor{_DIMS}.L2.global{{|.tile}}{HINT}",
-    f"cp.async.bulk.prefetch.L2.global{HINT}",
-    since=90,
-    conformance="order",
-)
-def prefetch(e: Emitter, inst: Inst, *choices: str) -> None:
-    """Emit nothing: a prefetch changes no values."""
 
 
 # --- tensors: stores and reductions -----------------------------------------------------------------------------------

@@ -10,12 +10,10 @@ import numpy as np
 from cute_attn.emulator import access
 from cute_attn.emulator.clocks import Clocks
 from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import LaunchFault, MemoryFault, PtxError
 from cute_attn.emulator.isa.barriers import on_clocks
 from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import called, form
-from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.tensor_memory import WARP, TensorMemory, cells, split_address
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 ARCHS = (100, 103)
 GROUP = ".cta_group::{1|2}"
-_NUM = "{.x1|.x2|.x4|.x8|.x16|.x32|.x64|.x128}"
+_NUM = ".x{1|2|4|8|16|32|64|128}"
 
 
 tensor_form = functools.partial(form, since=100, only=ARCHS, conformance="unverified")
@@ -149,23 +147,9 @@ def _places(num: int, warps: tuple[int, ...], addresses: tuple[int, ...], what: 
     return Places(lanes[:, :, None], columns[:, None, :], shadow)
 
 
-@tensor_form(f"tcgen05.ld.sync.aligned.32x32b{_NUM}.b32", converges=True)
-def load(e: Emitter, inst: Inst, num: str) -> None:
-    registers = e.items(inst.operands[0])
-    _check_registers(inst, num, len(registers))
-    arguments = [num[2:], e.address(inst.operands[1], wide=False)]
-    e.call(_load, arguments, [(register, "u4") for register in registers], rows=True)
-
-
-@tensor_form(f"tcgen05.st.sync.aligned.32x32b{_NUM}.b32", converges=True)
-def store(e: Emitter, inst: Inst, num: str) -> None:
-    _check_registers(inst, num, len(e.items(inst.operands[1])))
-    e.call(_store, [e.address(inst.operands[0], wide=False), e.values(inst.operands[1], "u4")])
-
-
-def _check_registers(inst: Inst, num: str, count: int) -> None:
-    if count != int(num[2:]):
-        raise PtxError(f"{inst.op} with {count} registers, it has {num[2:]}")
+def _check_registers(what: str, num: str, count: int) -> None:
+    if count != int(num):
+        raise PtxError(f"{what}.x{num} with {count} registers, it has {num}")
 
 
 def _present(w: WarpBatch, mask: Array | None, num: int, address: Array, what: str) -> tuple[Array, Places]:
@@ -180,8 +164,10 @@ def _present(w: WarpBatch, mask: Array | None, num: int, address: Array, what: s
     return rows, _places(num, tuple(w.warps[rows].tolist()), tuple(at[first].tolist()), what)
 
 
-def _load(w: WarpBatch, mask: Array | None, num: int, address: Array) -> Array:
+@tensor_call(f"tcgen05.ld.sync.aligned.32x32b{_NUM}.b32", operands="$0 $items [u4]", results="{u4}", converges=True)
+def load(w: WarpBatch, mask: Array | None, asked: str, num: int, address: Array) -> Array:
     what = "tcgen05.ld.32x32b"
+    _check_registers(what, asked, num)
     memory = memory_of(w.cta)
     rows, places = _present(w, mask, num, address, what)
     for columns in places.columns:
@@ -212,8 +198,10 @@ def _note_read(w: WarpBatch, memory: TensorMemory, agent: int, columns: Array, t
     memory.refuse(what, columns, conflict)
 
 
-def _store(w: WarpBatch, mask: Array | None, address: Array, values: tuple[Array, ...]) -> None:
+@tensor_call(f"tcgen05.st.sync.aligned.32x32b{_NUM}.b32", operands="$0 [u4] {u4}", converges=True)
+def store(w: WarpBatch, mask: Array | None, asked: str, address: Array, values: tuple[Array, ...]) -> None:
     what = "tcgen05.st.32x32b"
+    _check_registers(what, asked, len(values))
     memory = memory_of(w.cta)
     rows, places = _present(w, mask, len(values), address, what)
     words = np.array([w.full(v) for v in values]).reshape(len(values), -1, 32)[:, rows].transpose(1, 2, 0)

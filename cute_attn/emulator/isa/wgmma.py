@@ -16,7 +16,8 @@ from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import EmulatorError, PtxError, RegisterFault
-from cute_attn.emulator.isa.mma import DECODERS, Decode, a_matrix, whole
+from cute_attn.emulator.formats import DECODERS
+from cute_attn.emulator.isa.mma import EIGHT_BITS, a_matrix, whole
 from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.ptx import Inst, Reg, Vec
 from cute_attn.emulator.warp_batch import Split, WarpBatch
@@ -49,9 +50,7 @@ class Product:
     """D = A B (+ D), issued by one batch. `a` is a descriptor, or the matrix that the registers held."""
 
     n: int
-    k_bytes: int
-    decoders: tuple[Decode, Decode]
-    item_bytes: int
+    kinds: tuple[str, str]
     a: smem_matrix.Operand | Array
     b: smem_matrix.Operand
     signs: tuple[int, int]
@@ -65,16 +64,16 @@ class Product:
     def run(self, w: WarpBatch) -> None:
         if self.results is not None:
             return
-        b = self._load(w, self.b, 0, self.n, self.decoders[1], slice(None))
+        b = self._load(w, self.b, 0, self.n, self.kinds[1], slice(None))
         if isinstance(self.a, smem_matrix.Operand):
             left = [
-                self._load(w, self.a, 16 * int(warp % 4), 16, self.decoders[0], slice(i, i + 1))
+                self._load(w, self.a, 16 * int(warp % 4), 16, self.kinds[0], slice(i, i + 1))
                 for i, warp in enumerate(w.warps)
             ]
             a = np.stack(left)
         else:
             a = self.a
-        if self.item_bytes == 1 and not self.half:
+        if smem_matrix.ITEM_BYTES[self.kinds[0]] == 1 and not self.half:
             old = self._old(w)
             sums = np.zeros((len(w.warps), 16, self.n), np.float32) if old is None else self._gathered(w, old)
             self.results = self._spread(w, narrow_sums.multiply_add(self.signs[0] * a, self.signs[1] * b, sums))
@@ -120,16 +119,11 @@ class Product:
         return halves.view(np.uint32)[..., 0]
 
     def _load(
-        self, w: WarpBatch, operand: smem_matrix.Operand, first: int, rows: int, decode: Decode, warps: slice
+        self, w: WarpBatch, operand: smem_matrix.Operand, first: int, rows: int, kind: str, warps: slice
     ) -> Array:
         """Load rows of an operand for these warps of the batch: only what all of them have observed counts."""
         op = None if self.op is None else dataclasses.replace(self.op, clock=self.clocks[warps].min(axis=0))
-        where = smem_matrix.offsets(operand, first, rows, self.k_bytes, self.item_bytes)
-        flat = where.ravel()
-        w.cta.smem.check(flat, 16, "wgmma operand")
-        chunks = w.cta.smem.op_load(flat, 16, op, "wgmma").reshape(where.shape)
-        raw = smem_matrix.matrix(chunks, operand, self.item_bytes)
-        return decode(np.ascontiguousarray(raw)).reshape(raw.shape)
+        return smem_matrix.load(w.cta.smem, operand, first, rows, kind, op, "wgmma")
 
 
 class WarpgroupFault(EmulatorError):
@@ -179,6 +173,7 @@ def _value_of(x: Any) -> Array:
 
 
 _HOPPER: dict[str, Any] = {"since": 90, "only": (90,), "golden": "wgmma"}
+_PRODUCT: dict[str, Any] = {"conformance": "approx", "converges": True, **_HOPPER}
 
 
 @called("wgmma.fence.sync.aligned", solo=True, converges=True, conformance="order", **_HOPPER)
@@ -194,53 +189,26 @@ def fence(w: WarpBatch, mask: Array | None) -> None:
         w.wgmma_groups = [[]]
 
 
-@form(
-    f"wgmma.mma_async.sync.aligned.m64{_N}k16{{.f32|.f16}}{{.f16.f16|.bf16.bf16}}",
-    conformance="approx",
-    converges=True,
-    **_HOPPER,
-)
-def product_16bit(e: Emitter, inst: Inst, n: str, to: str, kinds: str) -> None:
-    kind = "." + kinds.split(".")[1]
-    _product(e, inst, int(n[1:]), to, (kind, kind), 2)
-
-
-@form(
-    f"wgmma.mma_async.sync.aligned.m64{_N}k32{{.f32|.f16}}{{.e4m3|.e5m2}}{{.e4m3|.e5m2}}",
-    conformance="approx",
-    converges=True,
-    **_HOPPER,
-)
-def product_8bit(e: Emitter, inst: Inst, n: str, to: str, a: str, b: str) -> None:
-    _product(e, inst, int(n[1:]), to, (a, b), 1)
-
-
-def _product(e: Emitter, inst: Inst, n: int, to: str, kinds: tuple[str, str], item_bytes: int) -> None:
-    d, a, b, scale_d, *rest = inst.operands
-    from_registers = isinstance(a, Vec)
-    immediates = [e.number(inst, x) for x in rest]
-    signs, majors = tuple(immediates[:2]), immediates[2:]
-    if item_bytes == 2:
-        major_a, major_b = (0, majors[0]) if from_registers else majors
-    else:
-        major_a = major_b = 0
-    indices = [x.index for x in e.items(d) if isinstance(x, Reg)]
-    fragments = [x.index for x in e.items(a) if isinstance(x, Reg)] if from_registers else []
+@form(f"wgmma.mma_async.sync.aligned.m64{_N}k16{{.f32|.f16}}{{.f16.f16|.bf16.bf16}}", **_PRODUCT)
+@form(f"wgmma.mma_async.sync.aligned.m64{_N}k32{{.f32|.f16}}{EIGHT_BITS}", **_PRODUCT)
+def product(e: Emitter, inst: Inst, n: str, to: str, types: str) -> None:
+    d, a, b, keep, *rest = inst.operands
+    kinds = tuple(types[1:].split("."))
+    sign_a, sign_b, *majors = [e.number(inst, x) for x in rest]
+    major_a, major_b = [0] * (2 - len(majors)) + majors  # of operands in shared memory, if they have 16 bits
+    in_registers = isinstance(a, Vec)
+    indices, fragments = ([x.index for x in e.items(of) if isinstance(x, Reg)] for of in (d, a))
     half = to == ".f16"
-    if len(indices) != (n // 4 if half else n // 2):
+    if len(indices) != int(n[1:]) // (4 if half else 2):
         raise PtxError(f"{inst.op} with {len(indices)} accumulators")
-    decoders = (DECODERS[kinds[0][1:]], DECODERS[kinds[1][1:]])
-    how = e.bind(
-        (n, decoders, item_bytes, signs, (bool(major_a), bool(major_b)), half, indices, fragments, inst), "wgmma"
-    )
-    words = [e.get(x, "u4") for x in e.items(a)] if from_registers else []
-    left = f"({', '.join(words)})" if from_registers else e.get(a, "u8")
-    keep = e.get(scale_d, "p")
-    e.call(_issue, [how, left, e.get(b, "u8"), keep])
+    majors_are = bool(major_a), bool(major_b)
+    how = e.bind((int(n[1:]), kinds, (sign_a, sign_b), majors_are, half, indices, fragments, inst), "wgmma")
+    left = e.values(a, "u4") if in_registers else e.get(a, "u8")
+    e.call(_issue, [how, left, e.get(b, "u8"), e.get(keep, "p")])
 
 
 def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Array, keep: Array) -> None:
-    n, decoders, item_bytes, signs, majors, half, indices, fragments, inst = how
+    n, kinds, signs, majors, half, indices, fragments, inst = how
     whole(w, mask, "wgmma")
     if w.wgmma_fenced is None:
         raise RegisterFault("wgmma.mma_async without a wgmma.fence before it")
@@ -252,7 +220,7 @@ def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Ar
         _check_fenced(w, _changed(w, indices))
     if isinstance(a, tuple):
         _check_fenced(w, [x if x.base is None else x.base for x in _changed(w, fragments)])
-        left: Any = a_matrix(w, a, decoders[0])
+        left: Any = a_matrix(w, a, DECODERS[kinds[0]])
     else:
         left = smem_matrix.hopper(w.uniform(a, mask, "matrix descriptor"), majors[0])
     right = smem_matrix.hopper(w.uniform(b, mask, "matrix descriptor"), majors[1])
@@ -261,7 +229,7 @@ def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Ar
     seen = None if clocks is None else clocks.v[w.agents].copy()
     op = w.begin_op(0, "wgmma")
     old = None if not accumulate else registers[0].product if chained else registers
-    product = Product(n, 32, decoders, item_bytes, left, right, signs, half, old, op)
+    product = Product(n, kinds, left, right, signs, half, old, op)
     if op is not None and seen is not None and clocks is not None:
         seen[:, :, op.agent] = op.epoch
         product.clocks = seen
