@@ -114,34 +114,31 @@ class SharedMemory:
             lane = int(np.flatnonzero(offsets & (nbytes - 1))[0])
             raise MemoryFault(f"{what} at shared {int(offsets[lane]):#x} is not aligned to {nbytes} bytes", lane)
 
-    def load(self, offsets: Array, nbytes: int, agents: Array, what: str) -> Array:
-        """Load words at `offsets` for warps. `check` must be called before."""
+    def load(self, offsets: Array, nbytes: int, by: Array | Op | None, what: str) -> Array:
+        """Load words at `offsets` for warps (agents, one per word) or, through the async proxy, for an operation (None
+        if races are not checked). `check` must be called before.
+        """
         self._need_valid(offsets, nbytes, what)
-        if self.shadow is not None:
-            self._refuse(what, offsets, self.shadow.read(cells_of(offsets, nbytes), agents))
+        if self.shadow is not None and by is not None:
+            if isinstance(by, Op):
+                conflict = self.shadow.op_read(_cell_set(offsets, nbytes), by)
+            else:
+                conflict = self.shadow.read(cells_of(offsets, nbytes), by)
+            self._refuse(what, offsets, conflict)
         words: Array = self.bytes.windows(nbytes)[offsets]
         return words
 
-    def store(self, offsets: Array, words: Array, agents: Array, what: str) -> None:
+    def store(self, offsets: Array, words: Array, by: Array | Op | None, what: str) -> None:
+        """Store words, like `load`. A warp must not overwrite an mbarrier."""
         nbytes = words.dtype.itemsize
-        state = self.valid.windows(nbytes)[offsets].view(np.uint8)
-        if some(state == MBARRIER):
+        if isinstance(by, np.ndarray) and some(self.valid.windows(nbytes)[offsets].view(np.uint8) == MBARRIER):
             raise BarrierFault(f"{what} overwrites an mbarrier")
-        if self.shadow is not None:
-            self._refuse(what, offsets, self.shadow.write(cells_of(offsets, nbytes), agents))
-        put(self.bytes, self.valid, offsets, words)
-
-    def op_load(self, offsets: Array, nbytes: int, op: Op | None, what: str) -> Array:
-        """Load words for `op`, through the async proxy."""
-        self._need_valid(offsets, nbytes, what)
-        if self.shadow is not None and op is not None:
-            self._refuse(what, offsets, self.shadow.op_read(_cell_set(offsets, nbytes), op))
-        words: Array = self.bytes.windows(nbytes)[offsets]
-        return words
-
-    def op_store(self, offsets: Array, words: Array, op: Op | None, what: str) -> None:
-        if self.shadow is not None and op is not None:
-            self._refuse(what, offsets, self.shadow.op_write(_cell_set(offsets, words.dtype.itemsize), op))
+        if self.shadow is not None and by is not None:
+            if isinstance(by, Op):
+                conflict = self.shadow.op_write(_cell_set(offsets, nbytes), by)
+            else:
+                conflict = self.shadow.write(cells_of(offsets, nbytes), by)
+            self._refuse(what, offsets, conflict)
         put(self.bytes, self.valid, offsets, words)
 
     def _need_valid(self, offsets: Array, nbytes: int, what: str) -> None:
@@ -259,6 +256,7 @@ class GlobalMemory:
         """Split words by region: (region, index of its words in `addresses`, offsets)."""
         if len(addresses) == 0:
             return []
+        addresses = addresses.astype(np.uint64, copy=False)
         low, high = int(addresses.min()), int(addresses.max())
         at = bisect.bisect(self.bases, low) - 1
         if at >= 0:

@@ -84,7 +84,7 @@ def load(memory: SharedMemory, operand: Operand, first: int, rows: int, kind: st
     where = offsets(operand, first, rows, ITEM_BYTES[kind])
     flat = where.ravel()
     memory.check(flat, CHUNK, f"{what} operand")
-    chunks = memory.op_load(flat, CHUNK, op, what)
+    chunks = memory.load(flat, CHUNK, op, what)
     items = np.ascontiguousarray(chunks).view(f"u{ITEM_BYTES[kind]}").reshape(len(where), -1)
     raw = np.ascontiguousarray(items.T if operand.mn_major else items)
     return DECODERS[kind](raw).reshape(raw.shape)

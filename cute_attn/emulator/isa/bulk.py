@@ -71,7 +71,7 @@ def post_load(cta: Cta, target: int, pieces: Chunks, barrier: int, op: Op | None
             rows.view(np.uint16)[:] = 0x7FF7  # whatever the type
         if pieces.inside.any():
             addresses = pieces.addresses[pieces.inside]
-            rows[pieces.inside] = access.op_load_global(cta, addresses, pieces.nbytes, op, what)
+            rows[pieces.inside] = access.read_global(cta, addresses, pieces.nbytes, op, what)
         _deliver(cta, target, pieces, access.words_of(rows), op, waiting, what)
 
     cta.post(arrive)
@@ -82,7 +82,7 @@ def _deliver(
 ) -> None:
     memory, offsets = cta.cluster.ctas[target >> RANK_SHIFT].smem, pieces.offsets(target & OFFSET_MASK)
     memory.check(offsets, pieces.nbytes, what)
-    memory.op_store(offsets, words, op, what)
+    memory.store(offsets, words, op, what)
     waiting.complete(pieces.nbytes * len(words), op, LATENCY)
 
 
@@ -101,7 +101,7 @@ def bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array,
 
 
 def _copy_between(cta: Cta, target: int, pieces: Chunks, op: Op | None, waiting: mbarrier.Mbarrier) -> None:
-    words = cta.smem.op_load(pieces.addresses, pieces.nbytes, op, "bulk copy")
+    words = cta.smem.load(pieces.addresses, pieces.nbytes, op, "bulk copy")
     _deliver(cta, target, pieces, words, op, waiting, "bulk copy")
 
 
@@ -135,11 +135,11 @@ def posted_store(cta: Cta, source: int, pieces: Chunks, reduction: tuple[str, st
         addresses, nbytes = pieces.addresses[pieces.inside], pieces.nbytes
         if len(addresses) == 0:
             return
-        words = cta.smem.op_load(offsets[pieces.inside], nbytes, op, what)  # the rest may be anything
+        words = cta.smem.load(offsets[pieces.inside], nbytes, op, what)  # the rest may be anything
         rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, nbytes)
         if reduction[0]:
-            rows = reduced(access.op_load_global(cta, addresses, nbytes, None, what), rows, *reduction)
-        access.op_store_global(cta, addresses, rows, None if reduction[0] else op, what)
+            rows = reduced(access.read_global(cta, addresses, nbytes, None, what), rows, *reduction)
+        access.write_global(cta, addresses, rows, None if reduction[0] else op, what)
 
     task = Task(store, op)
     cta.post(task)

@@ -90,7 +90,7 @@ def st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Arra
         if len(np.unique(where)) < len(where):
             raise Race("lanes of one st.async store to the same place")
         op = w.begin_op(int(w.row[group[0]]), "st.async")
-        memory.op_store(where, access.words_of(data[group]), op, "st.async")
+        memory.store(where, access.words_of(data[group]), op, "st.async")
         waiting = mbarrier.target(w.cta, int(barriers[group[0]]), op, "st.async")
         waiting.complete(nbytes * len(group), op)
 

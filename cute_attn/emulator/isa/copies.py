@@ -182,7 +182,7 @@ def _land(group: list[Copy], ops: list[Op]) -> None:
     """Write what the copies of a group bring, on behalf of its last operation."""
     while group:
         memory, offsets, words = group.pop(0)
-        memory.op_store(offsets, words, ops[-1] if ops else None, "cp.async")
+        memory.store(offsets, words, ops[-1] if ops else None, "cp.async")
 
 
 def outstanding(w: WarpBatch, position: int) -> list[Op]:

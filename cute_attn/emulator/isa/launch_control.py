@@ -47,7 +47,7 @@ def _answer(ctas: list[Cta], barriers: list[mbarrier.Mbarrier], at: int, respons
     for cta, barrier in zip(ctas, barriers, strict=True):
         offsets = access.offsets_of(np.array([at], np.uint32))
         cta.smem.check(offsets, RESPONSE_BYTES, "try_cancel")
-        cta.smem.op_store(offsets, response, op, "try_cancel")
+        cta.smem.store(offsets, response, op, "try_cancel")
         barrier.complete(RESPONSE_BYTES, op, LATENCY)
 
 

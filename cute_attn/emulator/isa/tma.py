@@ -36,7 +36,7 @@ def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:
         else:
             if address % 64:
                 raise MemoryFault(f"the tensor map at {address:#x} is not aligned to 64 bytes")
-            rows = access.op_load_global(w.cta, np.array([address]), tensormap.BYTES, None, "a tensor map's read")
+            rows = access.read_global(w.cta, np.array([address]), tensormap.BYTES, None, "a tensor map's read")
             raw = rows.tobytes()
         found = cache[address] = tensormap.decode(raw)
         if tensormap.DTYPES[found.dtype] in tensormap.CONVERTING:
