@@ -34,14 +34,12 @@ class Split(Exception):
 
 
 class Wait:
-    """Condition that a batch waits for. `ready` is polled; `what` appears in the deadlock report."""
+    """Condition that a batch waits for: that `done` is set, or what `ready` says. `what` is for the deadlock report."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, ready: Callable[[], bool] | None = None) -> None:
         self.what = what
         self.done = False
-
-    def ready(self) -> bool:
-        return self.done
+        self.ready = ready or (lambda: self.done)
 
 
 def span(positions: Array) -> Any:
@@ -63,7 +61,7 @@ class WarpBatch:
         self.passed = ""  # the barrier whose test succeeded last
         self.spin_since: float | None = None  # virtual time of the first of the tests that failed in a row
         self.turns: dict[int, int] = {}
-        self.wgmma_groups: list[list[Any]] = []  # committed groups, oldest first; the last is open
+        self.wgmma_groups: list[list[Any]] = [[]]  # committed groups, oldest first; the last is open
         self.wgmma_fenced: list[Any] | None = None  # registers at the last wgmma.fence
         self.wgmma_fenced_ids: set[int] | None = None
         self.unwaited: dict[int, Array] = {}  # lanes that have not waited for a tcgen05.ld, by register

@@ -46,8 +46,8 @@ class Meeting:
             np.maximum(self.clock, clocks.release(agents), out=self.clock)
             self.time = max(self.time, float(clocks.time[agents].max()))
 
-    def wait(self, agents: Array) -> Wait:
-        waiting = Wait(self.what)
+    def wait(self, agents: Array, ready: Callable[[], bool] | None = None) -> Wait:
+        waiting = Wait(self.what, ready)
         self.waiting.append((waiting, agents))
         return waiting
 
@@ -96,22 +96,6 @@ def bar_red(e: Emitter, inst: Inst, *choices: str) -> None:
     e.call(_bar_red, arguments)
 
 
-class Verdict(Wait):
-    """Wait of a reducing barrier. When it ends, the reduction is written to a predicate of the waiting batch."""
-
-    def __init__(self, w: WarpBatch, mask: Array | None, meeting: Meeting, any_of: bool, index: int) -> None:
-        super().__init__(meeting.what)
-        self.batch, self.mask, self.meeting, self.any_of, self.index = w, mask, meeting, any_of, index
-
-    def ready(self) -> bool:
-        if self.done:
-            value = np.array([self.meeting.some if self.any_of else self.meeting.every])
-            registers = self.batch.R
-            kept = value if self.mask is None else np.where(self.mask, value, registers[self.index])
-            registers[self.index] = kept
-        return self.done
-
-
 def _bar_red(
     w: WarpBatch, mask: Array | None, number: Array, threads: Array | None, p: Array, any_of: bool, index: int
 ) -> None:
@@ -119,8 +103,15 @@ def _bar_red(
     said = w.full(p)[w.lanes(mask)]
     meeting.votes.append((bool(said.any()), bool(said.all())))
     meeting.arrive(agents)
-    w.wait = verdict = Verdict(w, mask, meeting, any_of, index)
-    meeting.waiting.append((verdict, agents))
+
+    def settled() -> bool:
+        """Write the reduction to the predicate of the batch, which waits."""
+        if verdict.done:
+            value = np.array([meeting.some if any_of else meeting.every])
+            w.R[index] = value if mask is None else np.where(mask, value, w.R[index])
+        return verdict.done
+
+    w.wait = verdict = meeting.wait(agents, settled)
     _finish(w.cta, name, meeting)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -129,7 +129,10 @@ def bulk_store(
 def posted_store(cta: Cta, source: int, pieces: Chunks, reduction: tuple[str, str], op: Op | None, what: str) -> Task:
     """Post the copy of pieces from a shared address to global memory. `reduction`: operation and type, if any."""
 
+    task = Task(op)
+
     def store() -> None:
+        task.done = True
         offsets = pieces.offsets(source & OFFSET_MASK)
         cta.smem.check(offsets, pieces.nbytes, what)
         addresses, nbytes = pieces.addresses[pieces.inside], pieces.nbytes
@@ -141,8 +144,7 @@ def posted_store(cta: Cta, source: int, pieces: Chunks, reduction: tuple[str, st
             rows = reduced(access.read_global(cta, addresses, nbytes, None, what), rows, *reduction)
         access.write_global(cta, addresses, rows, None if reduction[0] else op, what)
 
-    task = Task(store, op)
-    cta.post(task)
+    cta.post(store)
     return task
 
 
@@ -165,38 +167,24 @@ def reduced(old: Array, new: Array, reduce: str, kind: str) -> Array:
 class Task:
     """Store in flight."""
 
-    action: Callable[[], None]
     op: Op | None
     done: bool = False
 
-    def __call__(self) -> None:
-        if not self.done:
-            self.done = True
-            self.action()
 
-
-@dataclass
-class BulkGroups:
-    """Bulk stores of one thread: groups committed, oldest first, and the open one."""
-
-    open: list[Task] = field(default_factory=list)
-    committed: list[list[Task]] = field(default_factory=list)
-
-
-def _groups(cta: Cta) -> dict[int, BulkGroups]:
-    """Groups by thread."""
-    return cta.unit("bulk groups", dict[int, BulkGroups], _check_unread)
+def _groups(cta: Cta) -> dict[int, list[list[Task]]]:
+    """Stores by thread: groups, oldest first; the last is open."""
+    return cta.unit("bulk groups", lambda: collections.defaultdict(lambda: [[]]), _check_unread)
 
 
 def open_group(w: WarpBatch, lane: int) -> list[Task]:
     """The open group of a thread."""
-    return _groups(w.cta).setdefault(w.thread(lane), BulkGroups()).open
+    return _groups(w.cta)[w.thread(lane)][-1]
 
 
-def _check_unread(table: dict[int, BulkGroups]) -> None:
+def _check_unread(table: dict[int, list[list[Task]]]) -> None:
     """Shared memory must outlive the stores that read it, which only a wait shows."""
     for thread, groups in table.items():
-        if groups.open or any(groups.committed):
+        if any(groups):
             raise MemoryFault(f"the CTA ends while bulk stores of thread {thread} may still read its shared memory")
 
 
@@ -204,36 +192,27 @@ def _check_unread(table: dict[int, BulkGroups]) -> None:
 def commit(w: WarpBatch, mask: Array | None) -> None:
     table = _groups(w.cta)
     for lane in w.lanes(mask):
-        groups = table.get(w.thread(lane))
-        if groups is not None:
-            groups.committed.append(groups.open)
-            groups.open = []
-
-
-class _GroupWait(Wait):
-    """Waits until stores of agents are done."""
-
-    def __init__(self, w: WarpBatch, stores: list[tuple[int, Task]]) -> None:
-        super().__init__(f"{len(stores)} bulk stores")
-        self.clocks, self.stores = w.cta.clocks, stores
-
-    def ready(self) -> bool:
-        if not all(task.done for _, task in self.stores):
-            return False
-        for agent, task in self.stores:
-            if self.clocks is not None and task.op is not None:
-                self.clocks.acquire(np.array([agent]), task.op.clock)
-        return True
+        if w.thread(lane) in table:
+            table[w.thread(lane)].append([])
 
 
 @called("cp.async.bulk.wait_group{|.read}", operands="#", since=90, solo=True, conformance="order", golden="tma")
 def wait_group(w: WarpBatch, mask: Array | None, keep: int) -> None:
-    table = _groups(w.cta)
-    owners = [(lane, table[w.thread(lane)]) for lane in w.lanes(mask) if w.thread(lane) in table]
+    table, clocks = _groups(w.cta), w.cta.clocks
+    owners = [lane for lane in w.lanes(mask) if w.thread(lane) in table]
     stores: list[tuple[int, Task]] = []
-    for lane, groups in owners:
-        finished = groups.committed[: max(len(groups.committed) - keep, 0)]
-        groups.committed = groups.committed[len(finished) :]
-        stores += [(int(w.lane_agents[lane]), task) for group in finished for task in group]
+    for lane in owners:
+        groups = table[w.thread(lane)]
+        while len(groups) - 1 > keep:
+            stores += [(int(w.lane_agents[lane]), task) for task in groups.pop(0)]
+
+    def done() -> bool:
+        if not all(task.done for _, task in stores):
+            return False
+        for agent, task in stores:
+            if clocks is not None and task.op is not None:
+                clocks.acquire(np.array([agent]), task.op.clock)
+        return True
+
     if owners:
-        w.wait = _GroupWait(w, stores)
+        w.wait = Wait(f"{len(stores)} bulk stores", done)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -115,23 +116,24 @@ def stmatrix(w: WarpBatch, mask: Array | None, trans: str, address: Array, sourc
 Copy = tuple[SharedMemory, Array, Array]  # offsets and words
 
 
-class Copies:
-    """cp.async of one warp: groups committed, oldest first, and the open one."""
+@dataclass
+class Group:
+    """cp.async of one warp that are committed together. On the completion of its operations an mbarrier may arrive."""
 
-    def __init__(self) -> None:
-        self.open: list[Copy] = []
-        self.op: Op | None = None
-        self.told: list[Op] = []  # also of the open group: operations on whose completion an mbarrier arrives
-        self.committed: list[tuple[list[Copy], list[Op]]] = []
+    copies: list[Copy] = field(default_factory=list)  # that have not landed
+    ops: list[Op] = field(default_factory=list)
+    closed: bool = True  # copies to come are another operation
 
-    @property
-    def ops(self) -> list[Op]:
-        """Operations of the open group."""
-        return [*self.told, *([] if self.op is None else [self.op])]
+    def land(self) -> None:
+        """Write what the copies bring, on behalf of the last operation."""
+        while self.copies:
+            memory, offsets, words = self.copies.pop(0)
+            memory.store(offsets, words, self.ops[-1] if self.ops else None, "cp.async")
 
 
-def _copies(w: WarpBatch, position: int) -> Copies:
-    table = w.cta.unit("cp.async", lambda: collections.defaultdict[int, Copies](Copies))
+def _groups(w: WarpBatch, position: int) -> list[Group]:
+    """Groups of a warp, oldest first; the last is open."""
+    table = w.cta.unit("cp.async", lambda: collections.defaultdict[int, list[Group]](lambda: [Group()]))
     return table[int(w.warps[position])]
 
 
@@ -151,13 +153,14 @@ def cp_async(
     words = access.words_of(_source(w, mask, source, size, given)[lanes])
     owners = w.row[lanes]
     for position in np.unique(owners):
-        copies = _copies(w, int(position))
-        if copies.op is None:
-            copies.op = w.begin_op(int(position), "cp.async", generic=True)
+        group = _groups(w, int(position))[-1]
+        op = w.begin_op(int(position), "cp.async", generic=True) if group.closed else None
+        group.ops += [op] if op is not None else []
+        group.closed = False
         chosen = owners == position
-        copies.open.append((memory, offsets[chosen], words[chosen]))
+        group.copies.append((memory, offsets[chosen], words[chosen]))
         if w.cta.grid.schedule.kind == "eager":
-            _land(copies.open, copies.ops)
+            group.land()
 
 
 def _source(w: WarpBatch, mask: Array | None, source: Array, size: int, given: Array | None) -> Array:
@@ -178,23 +181,16 @@ def _source(w: WarpBatch, mask: Array | None, source: Array, size: int, given: A
     return rows
 
 
-def _land(group: list[Copy], ops: list[Op]) -> None:
-    """Write what the copies of a group bring, on behalf of its last operation."""
-    while group:
-        memory, offsets, words = group.pop(0)
-        memory.store(offsets, words, ops[-1] if ops else None, "cp.async")
-
-
 def outstanding(w: WarpBatch, position: int) -> list[Op]:
     """Operations of a warp whose completion it has not observed. Copies that a schedule has delayed land now."""
-    copies, clocks = _copies(w, position), w.cta.clocks
-    for group, ops in [*copies.committed, (copies.open, copies.ops)]:
-        _land(group, ops)
-    if clocks is None:
-        return []
-    seen = clocks.v[w.agents[position], ORDER]
-    copies.told, copies.op = [op for op in copies.ops if seen[op.agent] < op.epoch], None
-    return [op for _, ops in copies.committed for op in ops] + copies.told
+    groups, clocks = _groups(w, position), w.cta.clocks
+    for group in groups:
+        group.land()
+    if clocks is not None:
+        seen = clocks.v[w.agents[position], ORDER]
+        groups[-1].ops = [op for op in groups[-1].ops if seen[op.agent] < op.epoch]
+    groups[-1].closed = True
+    return [op for group in groups for op in group.ops]
 
 
 def _warps(w: WarpBatch, mask: Array | None, what: str) -> Array:
@@ -210,9 +206,7 @@ def _warps(w: WarpBatch, mask: Array | None, what: str) -> Array:
 @called("cp.async.commit_group", conformance="order", golden="copies")
 def commit(w: WarpBatch, mask: Array | None) -> None:
     for position in _warps(w, mask, "cp.async.commit_group"):
-        copies = _copies(w, int(position))
-        copies.committed.append((copies.open, copies.ops))
-        copies.open, copies.op, copies.told = [], None, []
+        _groups(w, int(position)).append(Group())
 
 
 @called("cp.async.wait_all", conformance="order", golden="copies")
@@ -224,10 +218,10 @@ def wait_all(w: WarpBatch, mask: Array | None) -> None:
 @called("cp.async.wait_group", operands="#", conformance="order", golden="copies")
 def wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
     for position in _warps(w, mask, "cp.async.wait_group"):
-        copies = _copies(w, int(position))
-        while len(copies.committed) > keep:
-            group, ops = copies.committed.pop(0)
-            _land(group, ops)
-            for op in ops:
+        groups = _groups(w, int(position))
+        while len(groups) - 1 > keep:
+            group = groups.pop(0)
+            group.land()
+            for op in group.ops:
                 assert w.cta.clocks is not None
                 w.cta.clocks.acquire(w.agents[position : position + 1], op.clock)

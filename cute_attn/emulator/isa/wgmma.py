@@ -185,8 +185,6 @@ def fence(w: WarpBatch, mask: Array | None) -> None:
         raise Split([np.flatnonzero(groups == group) for group in np.unique(groups)])
     w.wgmma_fenced, w.wgmma_fenced_ids = list(w.R), None
     w.before_split = _complete_all
-    if not w.wgmma_groups:
-        w.wgmma_groups = [[]]
 
 
 @form(f"wgmma.mma_async.sync.aligned.m64{_N}k16{{.f32|.f16}}{{.f16.f16|.bf16.bf16}}", **_PRODUCT)
@@ -272,8 +270,6 @@ def _ids(w: WarpBatch) -> set[int]:
 
 @called("wgmma.commit_group.sync.aligned", conformance="order", **_HOPPER)
 def commit(w: WarpBatch, mask: Array | None) -> None:
-    if not w.wgmma_groups:
-        w.wgmma_groups = [[]]
     w.wgmma_groups.append([])
 
 
@@ -291,7 +287,7 @@ def _complete_all(w: WarpBatch) -> None:
     """Complete all products before the batch splits: a product belongs to all of its warps."""
     if any(w.wgmma_groups):
         _complete(w, [product for group in w.wgmma_groups for product in group])
-        w.wgmma_groups = []
+        w.wgmma_groups = [[]]
 
 
 def _complete(w: WarpBatch, products: list[Product]) -> None:
