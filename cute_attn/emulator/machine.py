@@ -212,22 +212,20 @@ class Grid:
         return registers
 
     def _check(self) -> None:
-        if int(np.prod(self.block)) % 32:
+        threads, kinds = int(np.prod(self.block)), self.program.kernel.params
+        if threads % 32:
             raise LaunchFault(f"block {self.block} is no multiple of 32 threads")
-        if int(np.prod(self.block)) > 1024:
+        if threads > 1024:
             raise LaunchFault(f"block {self.block} has more than 1024 threads")
         if any(g % c for g, c in zip(self.grid, self.cluster, strict=True)):
             raise LaunchFault(f"grid {self.grid} is no multiple of the cluster {self.cluster}")
-        kinds = self.program.kernel.params
         if len(kinds) != len(self.param_offsets):
             raise LaunchFault(f"{len(self.param_offsets)} parameters, the kernel takes {len(kinds)}")
         if kinds and len(self.params) < self.param_offsets[-1] + kinds[-1].nbytes:
             raise LaunchFault(f"{len(self.params)} bytes of parameters are too few")
-        wanted = self.program.kernel.directives.get("reqntid")
-        if wanted is not None:
-            asked = tuple(int(x) for x in wanted.split(","))
-            if asked + (1,) * (3 - len(asked)) != self.block:
-                raise LaunchFault(f"block {self.block}, the kernel requires {asked}")
+        asked = tuple(map(int, self.program.kernel.directives.get("reqntid", "0").split(",")))
+        if asked != (0,) and asked + (1,) * (3 - len(asked)) != self.block:
+            raise LaunchFault(f"block {self.block}, the kernel requires {asked}")
 
     def _lay_out_shared(self) -> None:
         self.shared_offsets, end, dynamic = {}, SHARED_START, []

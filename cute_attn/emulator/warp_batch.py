@@ -37,9 +37,10 @@ class Wait:
     """Condition that a batch waits for: that `done` is set, or what `ready` says. `what` is for the deadlock report."""
 
     def __init__(self, what: str, ready: Callable[[], bool] | None = None) -> None:
-        self.what = what
-        self.done = False
-        self.ready = ready or (lambda: self.done)
+        self.what, self.done, self._ready = what, False, ready
+
+    def ready(self) -> bool:
+        return self.done if self._ready is None else self._ready()
 
 
 def span(positions: Array) -> Any:
@@ -243,12 +244,12 @@ class WarpBatch:
 
     def _follow_masked(self, following: Any, mask: Array) -> None:
         assert self.pcs is not None
-        if type(following) is int:
-            target: Any = following
-        else:
-            taken, yes, no = following
-            target = np.where(taken, yes, no)
-        self.pcs = pcs = np.where(mask, target, self.pcs)
+        target = following if type(following) is int else np.where(*following)
+        self._place_lanes(np.where(mask, target, self.pcs))
+
+    def _place_lanes(self, pcs: Array) -> None:
+        """Note the block of each lane: one for all of them if they are together."""
+        self.pcs = pcs
         alive = pcs[pcs != EXIT]
         if len(alive) == 0:
             self.finished = True
@@ -286,13 +287,7 @@ class WarpBatch:
         piece.pc = self.pc
         piece.unwaited = {register: waiting[lanes] for register, waiting in self.unwaited.items()}
         if self.pcs is not None:
-            pcs = self.pcs[lanes]
-            alive = pcs[pcs != EXIT]
-            piece.finished = len(alive) == 0
-            if len(alive) == len(pcs) and not some(alive != alive[0]):
-                piece.pc = int(alive[0])
-            else:
-                piece.pcs = pcs
+            piece._place_lanes(self.pcs[lanes])
         return piece
 
     def _locate(self, err: EmulatorError) -> None:

@@ -58,65 +58,53 @@ class Product:
     old: Product | list[Any] | None  # the accumulators, if they count: those of a product, or registers
     op: Op | None
     marks: list[InFlight] = dataclasses.field(default_factory=list)
-    results: Array | None = None  # [registers, lanes]
     clocks: Any = None  # of each warp at the issue
+    sums: Array | None = None  # D: [warps, 16, n]
 
     def run(self, w: WarpBatch) -> None:
-        if self.results is not None:
+        if self.sums is not None:
             return
-        b = self._load(w, self.b, 0, self.n, self.kinds[1], slice(None))
-        if isinstance(self.a, smem_matrix.Operand):
-            left = [
-                self._load(w, self.a, 16 * int(warp % 4), 16, self.kinds[0], slice(i, i + 1))
-                for i, warp in enumerate(w.warps)
-            ]
-            a = np.stack(left)
-        else:
-            a = self.a
+        b = self.signs[1] * self._load(w, self.b, 0, self.n, self.kinds[1], slice(None))
+        a = self.signs[0] * (self._left(w, self.a) if isinstance(self.a, smem_matrix.Operand) else self.a)
+        old = self._old(w)
         if smem_matrix.ITEM_BYTES[self.kinds[0]] == 1 and not self.half:
-            old = self._old(w)
-            sums = np.zeros((len(w.warps), 16, self.n), np.float32) if old is None else self._gathered(w, old)
-            self.results = self._spread(w, narrow_sums.multiply_add(self.signs[0] * a, self.signs[1] * b, sums))
+            zeros = np.zeros((len(w.warps), 16, self.n), np.float32)
+            self.sums = narrow_sums.multiply_add(a, b, zeros if old is None else old)
             return
         # In fp64, as in mma.sync: a row's place in the tile must not matter.
-        wide = self.signs[0] * a.astype("f8"), self.signs[1] * b.T.astype("f8")
-        product = np.matmul(*wide).astype("f4")  # [warps, 16, n]
-        self.results = self._added(w, self._spread(w, product))
-
-    def _spread(self, w: WarpBatch, product: Array) -> Array:
-        """Rearrange D as [registers, lanes]: lane = 4 (row % 8) + column / 2 % 4; registers run over column pairs, then
-        rows + 8, then the next 8 columns.
-        """
-        warps = len(w.warps)
-        pieces = product.reshape(warps, 2, 8, self.n // 8, 4, 2)
-        return pieces.transpose(3, 1, 5, 0, 2, 4).reshape(self.n // 2, w.size)
-
-    def _gathered(self, w: WarpBatch, registers: Array) -> Array:
-        """Inverse of `_spread`."""
-        warps = len(w.warps)
-        pieces = registers.reshape(self.n // 8, 2, 2, warps, 8, 4)
-        return pieces.transpose(3, 1, 4, 0, 5, 2).reshape(warps, 16, self.n)
+        product = np.matmul(a.astype("f8"), b.T.astype("f8")).astype("f4")
+        total = product if old is None else product + old
+        self.sums = total.astype("f2").astype("f4") if self.half else total
 
     def _old(self, w: WarpBatch) -> Array | None:
-        """The accumulators that count, as fp32 or as pairs of fp16: [registers, lanes]."""
-        if self.old is None:
-            return None
-        if isinstance(self.old, Product):
-            assert self.old.results is not None
-            found = self.old.results
-        else:
-            found = np.array([w.full(_value_of(x).view(np.uint32)) for x in self.old])
-        return found if self.half else found.view(np.float32)
+        """The accumulators that count, like `sums`."""
+        if self.old is None or isinstance(self.old, Product):
+            return None if self.old is None else self.old.sums
+        registers = np.array([w.full(_value_of(x).view(np.uint32)) for x in self.old])
+        if self.half:
+            pairs = registers.view(np.float16).reshape(-1, w.size, 2).transpose(0, 2, 1)
+            registers = np.ascontiguousarray(pairs, np.float32)
+        pieces = registers.view(np.float32).reshape(self.n // 8, 2, 2, len(w.warps), 8, 4)
+        return pieces.transpose(3, 1, 4, 0, 5, 2).reshape(len(w.warps), 16, self.n)
 
-    def _added(self, w: WarpBatch, spread: Array) -> Array:
-        old = self._old(w)
+    @functools.cached_property
+    def results(self) -> Array:
+        """D as [registers, lanes]: lane = 4 (row % 8) + column / 2 % 4; registers run over column pairs, then rows + 8,
+        then the next 8 columns.
+        """
+        assert self.sums is not None
+        pieces = self.sums.reshape(-1, 2, 8, self.n // 8, 4, 2)
+        found = pieces.transpose(3, 1, 5, 0, 2, 4).reshape(self.n // 2, -1)
         if not self.half:
-            return spread if old is None else spread + old
-        pairs = spread.reshape(-1, 2, w.size)
-        if old is not None:
-            pairs = pairs + old.view(np.float16).reshape(-1, w.size, 2).transpose(0, 2, 1).astype(np.float32)
-        halves = np.ascontiguousarray(pairs.astype(np.float16).transpose(0, 2, 1))
-        return halves.view(np.uint32)[..., 0]
+            return found
+        pairs = found.reshape(self.n // 4, 2, -1).astype(np.float16).transpose(0, 2, 1)
+        return np.ascontiguousarray(pairs).view(np.uint32)[..., 0]
+
+    def _left(self, w: WarpBatch, operand: smem_matrix.Operand) -> Array:
+        """The 16 rows of A of each warp."""
+        rows = [16 * int(warp % 4) for warp in w.warps]
+        kind = self.kinds[0]
+        return np.stack([self._load(w, operand, row, 16, kind, slice(i, i + 1)) for i, row in enumerate(rows)])
 
     def _load(
         self, w: WarpBatch, operand: smem_matrix.Operand, first: int, rows: int, kind: str, warps: slice
@@ -160,12 +148,7 @@ def _warpgroup(w: WarpBatch) -> Warpgroup:
 
 def _value_of(x: Any) -> Array:
     """Value of an accumulator register; for a mark, the result of its product."""
-    if isinstance(x, InFlight):
-        results = x.product.results
-        assert results is not None
-        value: Array = results[x.index]
-        return value
-    found: Array = x
+    found: Array = x.product.results[x.index] if isinstance(x, InFlight) else x
     return found
 
 
