@@ -12,7 +12,7 @@ from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.isa import floats
 from cute_attn.emulator.isa.registry import computed, form
-from cute_attn.emulator.ptx import Inst, Pair
+from cute_attn.emulator.ptx import Inst
 
 _WIDER = {"u2": "u4", "i2": "i4", "u4": "u8", "i4": "i8"}
 _SIGN = {"add": "+", "sub": "-", "mul": "*"}
@@ -220,9 +220,11 @@ def _pairwise(function: Callable[..., Array], mode: str, ftz: bool, *pairs: Arra
 
 # --- predicates -------------------------------------------------------------------------------------------------------
 
-_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_SIGNED_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _UNSIGNED_COMPARE = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
-_FLOAT_COMPARE = {name: f"{{0}} {sign} {{1}}" for name, sign in _COMPARE.items()} | {
+_COMPARE = {name: f"{{0}} {sign} {{1}}" for name, sign in (_SIGNED_COMPARE | _UNSIGNED_COMPARE).items()}
+_FLOAT_COMPARE = {
+    **_COMPARE,
     "ne": "({0} < {1}) | ({0} > {1})",  # false where one is NaN; those that end with "u" are true
     "equ": "~(({0} < {1}) | ({0} > {1}))",
     "neu": "{0} != {1}",
@@ -233,39 +235,22 @@ _FLOAT_COMPARE = {name: f"{{0}} {sign} {{1}}" for name, sign in _COMPARE.items()
     "num": "~(np.isnan({0}) | np.isnan({1}))",
     "nan": "(np.isnan({0}) | np.isnan({1}))",
 }
-
-
-def _assign(e: Emitter, inst: Inst, text: str, combine: str = "") -> None:
-    """Set `p` or `p|q` to a comparison, combined with operand c by a boolean operation if there is one."""
-    target = inst.operands[0]
-    if combine:
-        sign = {".and": "&", ".or": "|", ".xor": "^"}[combine]
-        third = e.get(inst.operands[3], "p")
-    first, second = (target.first, target.second) if isinstance(target, Pair) else (target, None)
-    e.line(f"c = {text}")
-    e.set(first, "p", f"c {sign} {third}" if combine else "c")
-    if second is not None:
-        e.set(second, "p", f"~c {sign} {third}" if combine else "~c")
+_COMBINE = {"": "", ".and": " & {}", ".or": " | {}", ".xor": " ^ {}"}
 
 
 @form(
-    "setp{.eq|.ne|.lt|.le|.gt|.ge|.lo|.ls|.hi|.hs}{|.and|.or|.xor}{.b16|.u16|.s16|.b32|.u32|.s32|.b64|.u64|.s64}",
-    golden="predicate",
-)
-def setp(e: Emitter, inst: Inst, compare: str, combine: str, kind: str) -> None:
-    sign = _COMPARE.get(compare[1:]) or _UNSIGNED_COMPARE[compare[1:]]
-    t = tag(kind)
-    _assign(e, inst, f"{e.get(inst.operands[1], t)} {sign} {e.get(inst.operands[2], t)}", combine)
-
-
-@form(
+    "setp{.eq|.ne|.lt|.le|.gt|.ge|.lo|.ls|.hi|.hs}{|.and|.or|.xor}{}{.b16|.u16|.s16|.b32|.u32|.s32|.b64|.u64|.s64}",
     "setp{.eq|.ne|.lt|.le|.gt|.ge|.equ|.neu|.ltu|.leu|.gtu|.geu|.num|.nan}{|.and|.or|.xor}{|.ftz}{.f32|.f64}",
     golden="predicate",
 )
-def setp_float(e: Emitter, inst: Inst, compare: str, combine: str, ftz: str, kind: str) -> None:
-    t = tag(kind)
-    a, b = (_flushed(e, bool(ftz), e.get(x, t)) for x in inst.operands[1:3])
-    _assign(e, inst, _FLOAT_COMPARE[compare[1:]].format(a, b), combine)
+def setp(e: Emitter, inst: Inst, compare: str, combine: str, ftz: str, kind: str) -> None:
+    """Set `p` or `p|q` to a comparison, combined with operand c by a boolean operation if there is one."""
+    target, a, b, *c = inst.operands
+    pattern = (_FLOAT_COMPARE if kind[1] == "f" else _COMPARE)[compare[1:]]
+    with_c = _COMBINE[combine].format(*(e.get(x, "p") for x in c))
+    e.line(f"c = {pattern.format(*(_flushed(e, bool(ftz), e.get(x, tag(kind))) for x in (a, b)))}")
+    for item, text in zip(e.items(target), ("c", "~c"), strict=False):
+        e.set(item, "p", text + with_c)
 
 
 @form("selp{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}", golden="predicate")
