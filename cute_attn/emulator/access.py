@@ -154,7 +154,7 @@ def _order(
     write: bool,
 ) -> None:
     """Check accesses for races, where clocks are kept, and record them."""
-    if by is None or cluster.clocks is None:
+    if by is None or not cluster.grid.checks:
         return
     cells = cells_of(offsets + (region.base & 3), nbytes)
     if isinstance(by, Op):
@@ -166,7 +166,6 @@ def _order(
 def _order_warps(cluster: Cluster, region: Region, cells: Array, agents: Array, what: str, write: bool) -> None:
     """Check accesses for races with warps of this launch and with earlier launches."""
     clocks = cluster.clocks
-    assert clocks is not None
     order = clocks.v[:, ORDER]
     rows = agents[:, None]
     _compare(cluster, region, cells, rows, *region.last_writes(cells), what, "write")
@@ -193,7 +192,6 @@ def _compare(
 ) -> None:
     if not some(epoch):
         return
-    assert cluster.clocks is not None
     local, agent = _local(cluster, other)
     late = local & (epoch > cluster.clocks.v[rows, ORDER, agent])
     foreign = ~local & (epoch > 0)
@@ -229,7 +227,6 @@ def generic_spaces(batch: WarpBatch, mask: Array | None, addresses: Array) -> tu
 def _order_op(cluster: Cluster, region: Region, cells: Array, op: Op, what: str, write: bool) -> None:
     """Check an operation for races with warps and operations of the cluster and with earlier launches."""
     clocks = cluster.clocks
-    assert clocks is not None
     home = (cluster.number + 1) << CLUSTER_SHIFT
     pairs = [(*region.last_writes(cells), "write")]
     if write:

@@ -87,16 +87,16 @@ def cells_of(offsets: Array, nbytes: int) -> Array:
 
 
 class SharedMemory:
-    """Shared memory of one CTA. Without `clocks`, races are not checked."""
+    """Shared memory of one CTA. `checks`: of races."""
 
-    def __init__(self, nbytes: int, rank: int, clocks: Clocks | None) -> None:
+    def __init__(self, nbytes: int, rank: int, clocks: Clocks, checks: bool) -> None:
         self.size = nbytes
         self.rank = rank
         self.base = rank << RANK_SHIFT
         self.bytes = Bytes(np.zeros(nbytes, np.uint8))
         self.valid = Bytes(np.zeros(nbytes, np.uint8))
         self.clocks = clocks
-        self.shadow = Shadow(nbytes, clocks) if clocks is not None else None
+        self.shadow = Shadow(nbytes, clocks) if checks else None
 
     def check(self, offsets: Array, nbytes: int, what: str) -> None:
         """Check that words of `nbytes` are inside, and aligned to their size."""
@@ -114,12 +114,10 @@ class SharedMemory:
             lane = int(np.flatnonzero(offsets & (nbytes - 1))[0])
             raise MemoryFault(f"{what} at shared {int(offsets[lane]):#x} is not aligned to {nbytes} bytes", lane)
 
-    def load(self, offsets: Array, nbytes: int, by: Array | Op | None, what: str) -> Array:
-        """Load words at `offsets` for warps (agents, one per word) or, through the async proxy, for an operation (None
-        if races are not checked). `check` must be called before.
-        """
+    def load(self, offsets: Array, nbytes: int, by: Array | Op, what: str) -> Array:
+        """Load words for warps (agents, one per word) or for an operation. `check` must be called before."""
         self._need_valid(offsets, nbytes, what)
-        if self.shadow is not None and by is not None:
+        if self.shadow is not None:
             if isinstance(by, Op):
                 conflict = self.shadow.op_read(_cell_set(offsets, nbytes), by)
             else:
@@ -128,12 +126,12 @@ class SharedMemory:
         words: Array = self.bytes.windows(nbytes)[offsets]
         return words
 
-    def store(self, offsets: Array, words: Array, by: Array | Op | None, what: str) -> None:
+    def store(self, offsets: Array, words: Array, by: Array | Op, what: str) -> None:
         """Store words, like `load`. A warp must not overwrite an mbarrier."""
         nbytes = words.dtype.itemsize
         if isinstance(by, np.ndarray) and some(self.valid.windows(nbytes)[offsets].view(np.uint8) == MBARRIER):
             raise BarrierFault(f"{what} overwrites an mbarrier")
-        if self.shadow is not None and by is not None:
+        if self.shadow is not None:
             if isinstance(by, Op):
                 conflict = self.shadow.op_write(_cell_set(offsets, nbytes), by)
             else:
@@ -150,7 +148,7 @@ class SharedMemory:
 
     def _refuse(self, what: str, offsets: Array, conflict: Conflict | None) -> None:
         """Raise what a conflict of an access is, if it has one."""
-        if conflict is None or self.clocks is None:
+        if conflict is None:
             return
         kind, agent, lane = conflict
         if kind == "proxy":

@@ -79,7 +79,7 @@ def offsets(operand: Operand, first: int, rows: int, item_bytes: int) -> Array:
     return result
 
 
-def load(memory: SharedMemory, operand: Operand, first: int, rows: int, kind: str, op: Op | None, what: str) -> Array:
+def load(memory: SharedMemory, operand: Operand, first: int, rows: int, kind: str, op: Op, what: str) -> Array:
     """Load rows first .. first + rows of an operand for `op`, as float32: [rows, k]."""
     where = offsets(operand, first, rows, ITEM_BYTES[kind])
     flat = where.ravel()

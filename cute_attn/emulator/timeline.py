@@ -108,8 +108,7 @@ def _nature(opcodes: Sequence[str]) -> tuple[str, frozenset[str]]:
 
 
 def _time(batch: WarpBatch) -> float:
-    clocks = batch.cta.clocks
-    return 0.0 if clocks is None else float(clocks.time[batch.agents].max())
+    return float(batch.cta.clocks.time[batch.agents].max())
 
 
 def trace(events: Sequence[Event]) -> str:

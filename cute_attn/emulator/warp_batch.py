@@ -143,12 +143,9 @@ class WarpBatch:
             found = self._special[name] = value
         return found
 
-    def begin_op(self, position: int, what: str, generic: bool = False) -> Op | None:
-        """Begin an asynchronous operation of the warp at `position` in the batch; None when checks are off."""
-        clocks = self.cta.clocks
-        if clocks is None:
-            return None
-        return clocks.begin(int(self.agents[position]), f"{what} of warp {self.warps[position]}", generic)
+    def begin_op(self, position: int, what: str, generic: bool = False) -> Op:
+        """Begin an asynchronous operation of the warp at `position` in the batch."""
+        return self.cta.clocks.begin(int(self.agents[position]), f"{what} of warp {self.warps[position]}", generic)
 
     # --- running ------------------------------------------------------------------------------------------------------
 

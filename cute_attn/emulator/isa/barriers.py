@@ -30,7 +30,7 @@ class Meeting:
     def __init__(self, cluster: Cluster, expected: int, what: str) -> None:
         self.cluster, self.expected, self.what = cluster, expected, what
         self.arrived = 0
-        self.clock = None if cluster.clocks is None else cluster.clocks.zero()
+        self.clock = cluster.clocks.zero()
         self.time = 0.0
         self.agents: list[Array] = []
         self.waiting: list[tuple[Wait, Array]] = []
@@ -41,10 +41,8 @@ class Meeting:
         self.arrived += len(agents)
         self.agents.append(agents)
         clocks = self.cluster.clocks
-        if clocks is not None:
-            assert self.clock is not None
-            np.maximum(self.clock, clocks.release(agents), out=self.clock)
-            self.time = max(self.time, float(clocks.time[agents].max()))
+        np.maximum(self.clock, clocks.release(agents), out=self.clock)
+        self.time = max(self.time, float(clocks.time[agents].max()))
 
     def wait(self, agents: Array, ready: Callable[[], bool] | None = None) -> Wait:
         waiting = Wait(self.what, ready)
@@ -59,15 +57,11 @@ class Meeting:
         self.some = any(vote for vote, _ in self.votes)
         self.every = all(vote for _, vote in self.votes)
         clocks = self.cluster.clocks
-        if clocks is not None:
-            assert self.clock is not None
-            order.share(self.cluster, np.concatenate(self.agents))
+        order.share(self.cluster, np.concatenate(self.agents))
         for waiting, agents in self.waiting:
             waiting.done = True
-            if clocks is not None:
-                assert self.clock is not None
-                clocks.acquire(agents, self.clock)
-                clocks.time[agents] = np.maximum(clocks.time[agents], self.time)
+            clocks.acquire(agents, self.clock)
+            clocks.time[agents] = np.maximum(clocks.time[agents], self.time)
 
 
 @called(
@@ -150,8 +144,7 @@ def on_clocks(change: Callable[[Clocks, Array], None]) -> Callable[[WarpBatch, A
     """What changes the clocks of the warps that have active lanes."""
 
     def changed(w: WarpBatch, mask: Array | None) -> None:
-        if w.cta.clocks is not None:
-            change(w.cta.clocks, w.active_agents(mask))
+        change(w.cta.clocks, w.active_agents(mask))
 
     return changed
 

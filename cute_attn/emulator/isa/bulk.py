@@ -61,7 +61,7 @@ def _sixteen(*numbers: int) -> None:
         raise MemoryFault("bulk copy: addresses and size must be multiples of 16: " + ", ".join(map(hex, numbers)))
 
 
-def post_load(cta: Cta, target: int, pieces: Chunks, barrier: int, op: Op | None, what: str) -> None:
+def post_load(cta: Cta, target: int, pieces: Chunks, barrier: int, op: Op, what: str) -> None:
     """Post the copy of pieces to a shared address of the cluster, which counts its bytes at a barrier."""
     waiting = mbarrier.target(cta, barrier, op, f"a {what}")
 
@@ -78,7 +78,7 @@ def post_load(cta: Cta, target: int, pieces: Chunks, barrier: int, op: Op | None
 
 
 def _deliver(
-    cta: Cta, target: int, pieces: Chunks, words: Array, op: Op | None, waiting: mbarrier.Mbarrier, what: str
+    cta: Cta, target: int, pieces: Chunks, words: Array, op: Op, waiting: mbarrier.Mbarrier, what: str
 ) -> None:
     memory, offsets = cta.cluster.ctas[target >> RANK_SHIFT].smem, pieces.offsets(target & OFFSET_MASK)
     memory.check(offsets, pieces.nbytes, what)
@@ -100,7 +100,7 @@ def bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array,
         w.cta.post(functools.partial(_copy_between, w.cta, at, tensormap.run(start & OFFSET_MASK, nbytes), op, waiting))
 
 
-def _copy_between(cta: Cta, target: int, pieces: Chunks, op: Op | None, waiting: mbarrier.Mbarrier) -> None:
+def _copy_between(cta: Cta, target: int, pieces: Chunks, op: Op, waiting: mbarrier.Mbarrier) -> None:
     words = cta.smem.load(pieces.addresses, pieces.nbytes, op, "bulk copy")
     _deliver(cta, target, pieces, words, op, waiting, "bulk copy")
 
@@ -126,7 +126,7 @@ def bulk_store(
         )
 
 
-def posted_store(cta: Cta, source: int, pieces: Chunks, reduction: tuple[str, str], op: Op | None, what: str) -> Task:
+def posted_store(cta: Cta, source: int, pieces: Chunks, reduction: tuple[str, str], op: Op, what: str) -> Task:
     """Post the copy of pieces from a shared address to global memory. `reduction`: operation and type, if any."""
 
     task = Task(op)
@@ -167,7 +167,7 @@ def reduced(old: Array, new: Array, reduce: str, kind: str) -> Array:
 class Task:
     """Store in flight."""
 
-    op: Op | None
+    op: Op
     done: bool = False
 
 
@@ -210,8 +210,7 @@ def wait_group(w: WarpBatch, mask: Array | None, keep: int) -> None:
         if not all(task.done for _, task in stores):
             return False
         for agent, task in stores:
-            if clocks is not None and task.op is not None:
-                clocks.acquire(np.array([agent]), task.op.clock)
+            clocks.acquire(np.array([agent]), task.op.clock)
         return True
 
     if owners:

@@ -66,8 +66,7 @@ def wait(w: WarpBatch, mask: Array | None) -> None:
         raise BarrierFault("barrier.cluster.wait without an arrive before it")
     meeting, *_ = [arrived.pop(int(agent)) for agent in agents]
     if meeting.arrived == -1:  # already complete
-        if w.cta.clocks is not None and meeting.clock is not None:
-            w.cta.clocks.acquire(agents, meeting.clock)
+        w.cta.clocks.acquire(agents, meeting.clock)
         return
     w.wait = meeting.wait(agents)
 

@@ -128,7 +128,7 @@ class Group:
         """Write what the copies bring, on behalf of the last operation."""
         while self.copies:
             memory, offsets, words = self.copies.pop(0)
-            memory.store(offsets, words, self.ops[-1] if self.ops else None, "cp.async")
+            memory.store(offsets, words, self.ops[-1], "cp.async")
 
 
 def _groups(w: WarpBatch, position: int) -> list[Group]:
@@ -154,8 +154,8 @@ def cp_async(
     owners = w.row[lanes]
     for position in np.unique(owners):
         group = _groups(w, int(position))[-1]
-        op = w.begin_op(int(position), "cp.async", generic=True) if group.closed else None
-        group.ops += [op] if op is not None else []
+        if group.closed:
+            group.ops.append(w.begin_op(int(position), "cp.async", generic=True))
         group.closed = False
         chosen = owners == position
         group.copies.append((memory, offsets[chosen], words[chosen]))
@@ -183,12 +183,10 @@ def _source(w: WarpBatch, mask: Array | None, source: Array, size: int, given: A
 
 def outstanding(w: WarpBatch, position: int) -> list[Op]:
     """Operations of a warp whose completion it has not observed. Copies that a schedule has delayed land now."""
-    groups, clocks = _groups(w, position), w.cta.clocks
+    groups, seen = _groups(w, position), w.cta.clocks.v[w.agents[position], ORDER]
     for group in groups:
         group.land()
-    if clocks is not None:
-        seen = clocks.v[w.agents[position], ORDER]
-        groups[-1].ops = [op for op in groups[-1].ops if seen[op.agent] < op.epoch]
+    groups[-1].ops = [op for op in groups[-1].ops if seen[op.agent] < op.epoch]
     groups[-1].closed = True
     return [op for group in groups for op in group.ops]
 
@@ -223,5 +221,4 @@ def wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
             group = groups.pop(0)
             group.land()
             for op in group.ops:
-                assert w.cta.clocks is not None
                 w.cta.clocks.acquire(w.agents[position : position + 1], op.clock)

@@ -43,7 +43,7 @@ def try_cancel(w: WarpBatch, mask: Array | None, multicast: str, address: Array,
         w.cta.post(functools.partial(_answer, ctas, waiting, at, response, op))
 
 
-def _answer(ctas: list[Cta], barriers: list[mbarrier.Mbarrier], at: int, response: Array, op: Op | None) -> None:
+def _answer(ctas: list[Cta], barriers: list[mbarrier.Mbarrier], at: int, response: Array, op: Op) -> None:
     for cta, barrier in zip(ctas, barriers, strict=True):
         offsets = access.offsets_of(np.array([at], np.uint32))
         cta.smem.check(offsets, RESPONSE_BYTES, "try_cancel")

@@ -53,22 +53,17 @@ class Mbarrier:
         self.arrivals: dict[int, int] = {}  # in this phase, by agent
         self.last: dict[int, int] = {}  # in the phase before
         self.remote: list[Remote] = []  # uses by other CTAs in phases that no warp has seen complete
-        clocks = cluster.clocks
-        self.clock = self.done = None
-        if clocks is not None:
-            self.clock, self.done = clocks.zero(), clocks.zero()
-            self.made_by, self.made_at = agent, int(clocks.v[agent, ORDER, agent])
+        self.clock, self.done = cluster.clocks.zero(), cluster.clocks.zero()
+        self.made_by, self.made_at = agent, int(cluster.clocks.v[agent, ORDER, agent])
 
     def seen(self, agent: int) -> None:
         """Check that the initialisation happens before a use by warp `agent`."""
-        clocks = self.cluster.clocks
-        if clocks is not None and clocks.v[agent, ORDER, self.made_by] < self.made_at:
+        if self.cluster.grid.checks and self.cluster.clocks.v[agent, ORDER, self.made_by] < self.made_at:
             raise BarrierFault(f"{self.name} is used before its initialisation is visible to the warp")
 
     def used_by(self, cta: Cta, what: str, op: Op | None = None, in_order: bool = False, agent: int = 0) -> None:
         """Record a use by a CTA, which must come before the end of the barrier's own CTA. `op` has yet to arrive."""
-        clocks = self.cluster.clocks
-        if cta is self.cta or clocks is None or (op is None and not agent):
+        if cta is self.cta or not self.cluster.grid.checks:
             return
         what = f"{what} of CTA {cta.index}"
         if not self.cta.running:
@@ -76,36 +71,33 @@ class Mbarrier:
         if op is not None:
             self.remote.append(Remote(what, op, in_order))
         else:
-            epoch = int(clocks.v[agent, ORDER, agent])
+            epoch = int(self.cluster.clocks.v[agent, ORDER, agent])
             self.remote.append(Remote(what, agent=agent, epoch=epoch, phase=self.phase))
 
     def arrive(self, agent: int, count: int, expect: int = 0, relaxed: bool = False) -> None:
         self.seen(agent)
-        clocks = self.cluster.clocks
-        if clocks is not None and self.clock is not None:
-            np.maximum(self.clock, order.published(self.cluster, agent, relaxed), out=self.clock)
-            self.time = max(self.time, float(clocks.time[agent]))
-            self.agents.add(agent)
+        np.maximum(self.clock, order.published(self.cluster, agent, relaxed), out=self.clock)
+        self.time = max(self.time, float(self.cluster.clocks.time[agent]))
+        self.agents.add(agent)
         self.add_tx(expect)
         self._count(count, agent)
 
-    def arrive_by(self, op: Op | None, latency: float) -> None:
+    def arrive_by(self, op: Op, latency: float) -> None:
         """Arrive on behalf of an asynchronous operation that has ended."""
         self._join(op, latency)
-        self._count(1, op.agent if op is not None else 0)
+        self._count(1, op.agent)
 
-    def _join(self, op: Op | None, latency: float) -> None:
-        if op is not None and self.clock is not None:
-            if op.clock[PROXY, self.made_by] < self.made_at:
-                raise BarrierFault(
-                    f"{self.name} is used by {op.what}, to which its initialisation is not visible: "
-                    "fence.mbarrier_init or fence.proxy.async is missing"
-                )
-            np.maximum(self.clock, op.clock, out=self.clock)
-            coming = next((use for use in self.remote if use.op is op and use.phase is None), None)
-            if coming is not None:
-                coming.phase = self.phase
-        self.time = max(self.time, (op.time if op is not None else 0.0) + latency)
+    def _join(self, op: Op, latency: float) -> None:
+        if self.cluster.grid.checks and op.clock[PROXY, self.made_by] < self.made_at:
+            raise BarrierFault(
+                f"{self.name} is used by {op.what}, to which its initialisation is not visible: "
+                "fence.mbarrier_init or fence.proxy.async is missing"
+            )
+        np.maximum(self.clock, op.clock, out=self.clock)
+        coming = next((use for use in self.remote if use.op is op and use.phase is None), None)
+        if coming is not None:
+            coming.phase = self.phase
+        self.time = max(self.time, op.time + latency)
 
     def _count(self, count: int, agent: int) -> None:
         if count > self.pending:
@@ -119,7 +111,7 @@ class Mbarrier:
         if abs(self.tx) > MAX_TX:
             raise BarrierFault(f"{self.name}: transaction count {self.tx} is out of range")
 
-    def complete(self, num_bytes: int, op: Op | None, latency: float = 0.0) -> None:
+    def complete(self, num_bytes: int, op: Op, latency: float = 0.0) -> None:
         """Count bytes of an asynchronous operation that have arrived."""
         self._join(op, latency)
         self.tx -= num_bytes
@@ -132,8 +124,7 @@ class Mbarrier:
         self.pending = self.count
         self.last, self.arrivals = self.arrivals, {}
         self.done_time = self.time
-        if self.clock is not None and self.done is not None:
-            np.maximum(self.done, self.clock, out=self.done)
+        np.maximum(self.done, self.clock, out=self.done)
 
     def unbalanced(self) -> bool:
         """Whether the phase has a begin that phases of this barrier do not have, or bytes that nobody announced.
@@ -147,15 +138,14 @@ class Mbarrier:
     def pass_(self, agents: Array, relaxed: bool = False) -> None:
         """Order these warps after the completed phase that they have observed."""
         clocks = self.cluster.clocks
-        if clocks is not None and self.done is not None:
-            self._see()
-            clocks.time[agents] = np.maximum(clocks.time[agents], self.done_time)
-            if relaxed:
-                order.passed(self.cluster, agents, self.done)
-                return
-            clocks.acquire(agents, self.done)
-            if self.cluster.cross:
-                order.share(self.cluster, np.unique(np.concatenate([agents, np.array(sorted(self.agents), np.int64)])))
+        self._see()
+        clocks.time[agents] = np.maximum(clocks.time[agents], self.done_time)
+        if relaxed:
+            order.passed(self.cluster, agents, self.done)
+            return
+        clocks.acquire(agents, self.done)
+        if self.cluster.cross:
+            order.share(self.cluster, np.unique(np.concatenate([agents, np.array(sorted(self.agents), np.int64)])))
 
     def _see(self) -> None:
         """Forget the uses by other CTAs in phases that a warp has seen complete, but for the latest in an order."""
@@ -180,7 +170,7 @@ def at(cta: Cta, address: int, cluster: bool = False) -> Mbarrier:
     return barrier
 
 
-def target(cta: Cta, address: int, op: Op | None, what: str, in_order: bool = False) -> Mbarrier:
+def target(cta: Cta, address: int, op: Op, what: str, in_order: bool = False) -> Mbarrier:
     """Look up the barrier at which an operation that `cta` has issued will arrive, in any CTA of the cluster."""
     barrier = at(cta, address, cluster=True)
     barrier.used_by(cta, what, op, in_order)
@@ -204,7 +194,7 @@ def init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> None
 
 
 def _check_end(cta: Cta) -> None:
-    if cta.clocks is not None:
+    if cta.grid.checks:
         _check_phases(cta)
         _check_remote(cta, cta.clocks)
 
@@ -326,7 +316,7 @@ def copies_arrive(w: WarpBatch, mask: Array | None, noinc: str, address: Array) 
         agent = int(w.lane_agents[lane])
         barrier.seen(agent)
         landed = copies[int(w.row[lane])]
-        if barrier.clock is not None and landed is not None:
+        if landed is not None:
             np.maximum(barrier.clock, landed, out=barrier.clock)
         if not noinc:
             barrier.pending += 1
@@ -346,7 +336,7 @@ _ACQUIRE = "{|.acquire|.relaxed}{|.cta|.cluster}"
 def wait(w: WarpBatch, mask: Array | None, parity: str, sem: str, address: Array, expected: Array) -> Array:
     clocks = w.cta.clocks
     since, w.spin_since = w.spin_since, None
-    if clocks is not None and since is not None:
+    if since is not None:
         clocks.time[w.agents] = since  # the time of a waiting loop is that of what it waits for
     done = np.zeros(w.size, np.bool_)
     for where, want, some, agents in _tests(w, mask, address, expected):
@@ -359,7 +349,7 @@ def wait(w: WarpBatch, mask: Array | None, parity: str, sem: str, address: Array
             w.passed = barrier.name
             done[some] = True
         else:
-            w.spin_since = 0.0 if clocks is None else float(clocks.time[w.agents].max())
+            w.spin_since = float(clocks.time[w.agents].max())
             w.spinning = (
                 f"{barrier.name}, {'parity' if parity else 'phase'} {want} "
                 f"({barrier.pending} of {barrier.count} arrivals and {barrier.tx} bytes missing)"

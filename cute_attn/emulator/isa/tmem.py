@@ -30,7 +30,8 @@ tensor_call = functools.partial(called, since=100, only=ARCHS, conformance="unve
 
 
 def memory_of(cta: Cta) -> TensorMemory:
-    return cta.unit("tcgen05", functools.partial(TensorMemory, cta.clocks), functools.partial(_check_leak, cta.index))
+    make = functools.partial(TensorMemory, cta.clocks, cta.grid.checks)
+    return cta.unit("tcgen05", make, functools.partial(_check_leak, cta.index))
 
 
 def _check_leak(index: tuple[int, int, int], memory: TensorMemory) -> None:
@@ -81,12 +82,11 @@ class _Allocating(Wait):
             return False
         if len({request.columns for request in requests}) > 1:
             raise MemoryFault("tcgen05.alloc: the CTAs of a pair ask for different numbers of columns")
-        free = TensorMemory(None)
-        for request in requests:
-            free.owner |= memory_of(request.cta).owner != 0
-        start = free.find(self.columns)
-        if start is None:
+        owners = np.array([memory_of(request.cta).owner for request in requests])
+        free = (owners == 0).all(axis=0).reshape(-1, self.columns).all(axis=1)  # by place, aligned to the count
+        if not free.any():
             return False
+        start = int(free.argmax()) * self.columns
         for request, asking in zip(requests, self.asking, strict=True):
             request.grant(start)
             asking.pop(0)
@@ -190,7 +190,6 @@ def _note_read(w: WarpBatch, memory: TensorMemory, agent: int, columns: Array, t
         return
     if w.cta.grid.strict:
         op = memory.begin(agent, "tcgen05.ld")
-        assert op is not None
         conflict = memory.shadow.op_read(touched, op)
     else:
         # A row for each cell: those of one load lie in two to four blocks, and no row may cross a block.
@@ -208,7 +207,7 @@ def store(w: WarpBatch, mask: Array | None, asked: str, address: Array, values: 
     for row, columns, touched in zip(rows, places.columns, places.cells, strict=True):
         memory.check(columns, what)
         op = memory.begin(int(w.agents[row]), "tcgen05.st")
-        if op is not None and memory.shadow is not None:
+        if memory.shadow is not None:
             memory.refuse(what, columns, memory.shadow.op_write(touched, op))
     memory.words[places.lanes, places.columns] = words
     memory.valid[places.lanes, places.columns] = True

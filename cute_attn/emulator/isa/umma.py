@@ -148,7 +148,7 @@ class _Product:
     b: int
     keep: bool
 
-    def run(self, ctas: list[Cta], op: Op | None) -> None:
+    def run(self, ctas: list[Cta], op: Op) -> None:
         x = self.what
         n = x.n // x.group
         right = np.concatenate([self._shared(cta, self.b, n, x.b_mn_major, x.b_type, op) for cta in ctas])
@@ -161,12 +161,12 @@ class _Product:
                 left = self._shared(cta, self.a, x.rows, x.a_mn_major, x.a_type, op)
             self._write(cta, (-left if x.a_negated else left) @ right.T, op)
 
-    def _shared(self, cta: Cta, descriptor: int, rows: int, mn_major: bool, kind: str, op: Op | None) -> Array:
+    def _shared(self, cta: Cta, descriptor: int, rows: int, mn_major: bool, kind: str, op: Op) -> Array:
         """Load an operand from shared memory of one CTA: [rows, k]."""
         operand = smem_matrix.blackwell(descriptor, mn_major)
         return smem_matrix.load(cta.smem, operand, 0, rows, kind, op, "tcgen05.mma")
 
-    def _tmem_a(self, cta: Cta, op: Op | None) -> Array:
+    def _tmem_a(self, cta: Cta, op: Op) -> Array:
         x = self.what
         if x.a_mn_major:
             raise PtxError("A in tensor memory cannot be transposed")
@@ -177,7 +177,7 @@ class _Product:
             raise MemoryFault("A in tensor memory: lanes 64..127 must repeat lanes 0..63 where each CTA has 64 rows")
         return DECODERS[x.a_type](np.ascontiguousarray(words[: x.rows]))
 
-    def _write(self, cta: Cta, product: Array, op: Op | None) -> None:
+    def _write(self, cta: Cta, product: Array, op: Op) -> None:
         memory = memory_of(cta)
         lane, column = split_address(self.d)
         lanes, folded = self.what.lanes(lane), self.what.fold(product)
@@ -247,12 +247,11 @@ def commit(w: WarpBatch, mask: Array | None, group: str, multicast: str, address
     pair_of(w.cta, int(group))
     for lane, at, named in w.each(mask, address, ctas):
         ranks = ranks_of(named) if multicast else [at >> RANK_SHIFT]
-        stream = memory_of(w.cta).stream(int(w.lane_agents[lane]), KIND, int(w.lane[lane]))
-        op = None if stream is None else stream.commit()
+        op = memory_of(w.cta).stream(int(w.lane_agents[lane]), KIND, int(w.lane[lane])).commit()
         places = [rank << RANK_SHIFT | at & OFFSET_MASK for rank in ranks]
         barriers = [mbarrier.target(w.cta, place, op, "tcgen05.commit", in_order=True) for place in places]
 
-        def arrive(barriers: list[mbarrier.Mbarrier] = barriers, op: Op | None = op) -> None:
+        def arrive(barriers: list[mbarrier.Mbarrier] = barriers, op: Op = op) -> None:
             for barrier in barriers:
                 barrier.arrive_by(op, LATENCY)
 

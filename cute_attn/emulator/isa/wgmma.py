@@ -56,9 +56,9 @@ class Product:
     signs: tuple[int, int]
     half: bool  # accumulators are pairs of f16
     old: Product | list[Any] | None  # the accumulators, if they count: those of a product, or registers
-    op: Op | None
+    op: Op
+    clocks: Array  # of each warp at the issue
     marks: list[InFlight] = dataclasses.field(default_factory=list)
-    clocks: Any = None  # of each warp at the issue
     sums: Array | None = None  # D: [warps, 16, n]
 
     def run(self, w: WarpBatch) -> None:
@@ -110,7 +110,7 @@ class Product:
         self, w: WarpBatch, operand: smem_matrix.Operand, first: int, rows: int, kind: str, warps: slice
     ) -> Array:
         """Load rows of an operand for these warps of the batch: only what all of them have observed counts."""
-        op = None if self.op is None else dataclasses.replace(self.op, clock=self.clocks[warps].min(axis=0))
+        op = dataclasses.replace(self.op, clock=self.clocks[warps].min(axis=0))
         return smem_matrix.load(w.cta.smem, operand, first, rows, kind, op, "wgmma")
 
 
@@ -206,15 +206,12 @@ def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Ar
         left = smem_matrix.hopper(w.uniform(a, mask, "matrix descriptor"), majors[0])
     right = smem_matrix.hopper(w.uniform(b, mask, "matrix descriptor"), majors[1])
     accumulate = bool(w.uniform(keep, mask, "scale-d"))
-    clocks = w.cta.clocks
-    seen = None if clocks is None else clocks.v[w.agents].copy()
+    seen = w.cta.clocks.v[w.agents].copy()
     op = w.begin_op(0, "wgmma")
     old = None if not accumulate else registers[0].product if chained else registers
-    product = Product(n, kinds, left, right, signs, half, old, op)
-    if op is not None and seen is not None and clocks is not None:
-        seen[:, :, op.agent] = op.epoch
-        product.clocks = seen
-        clocks.go_on(w.agents[1:])
+    seen[:, :, op.agent] = op.epoch
+    w.cta.clocks.go_on(w.agents[1:])
+    product = Product(n, kinds, left, right, signs, half, old, op, seen)
     product.marks = [InFlight(product, position) for position in range(len(indices))]
     for index, mark in zip(indices, product.marks, strict=True):
         R[index] = mark
@@ -278,9 +275,8 @@ def _complete(w: WarpBatch, products: list[Product]) -> None:
     clocks = w.cta.clocks
     for product in products:
         product.run(w)
-        if product.op is not None and clocks is not None:
-            clocks.acquire(w.agents, product.op.clock)
-            clocks.time[w.agents] = np.maximum(clocks.time[w.agents], product.op.time + LATENCY)
+        clocks.acquire(w.agents, product.op.clock)
+        clocks.time[w.agents] = np.maximum(clocks.time[w.agents], product.op.time + LATENCY)
     done = {id(product) for product in products}
     R: list[Any] = w.R  # noqa: N806
     for i in _marked(R):
