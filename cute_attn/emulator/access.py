@@ -99,7 +99,7 @@ def load_global(
     """Load words from global memory. `strong` accesses (relaxed, volatile, acquire) order others and do not race."""
     lanes = batch.lanes(mask)
     at = batch.full(addresses)[lanes]
-    _aligned(at, nbytes, what)
+    check_aligned(at, nbytes, what)
     rows = read_global(batch.cta, at, nbytes, None if strong else batch.lane_agents[lanes], what)
     if mask is None:
         return rows
@@ -113,7 +113,7 @@ def store_global(
 ) -> None:
     lanes = batch.lanes(mask)
     at = batch.full(addresses)[lanes]
-    _aligned(at, rows.shape[1], what)
+    check_aligned(at, rows.shape[1], what)
     write_global(batch.cta, at, rows[lanes], None if strong else batch.lane_agents[lanes], what)
 
 
@@ -137,7 +137,7 @@ def write_global(cta: Cta, addresses: Array, rows: Array, by: Array | Op | None,
         put(region.bytes, region.valid, offsets, words_of(rows[positions]))
 
 
-def _aligned(addresses: Array, nbytes: int, what: str) -> None:
+def check_aligned(addresses: Array, nbytes: int, what: str) -> None:
     if len(addresses) and some(addresses & np.uint64(nbytes - 1)):
         lane = int(np.flatnonzero(addresses & np.uint64(nbytes - 1))[0])
         raise MemoryFault(f"{what} at {int(addresses[lane]):#x} is not aligned to {nbytes} bytes", lane)

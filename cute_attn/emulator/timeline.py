@@ -163,9 +163,10 @@ def drawing(events: Sequence[Event], barriers: Mapping[int, str] | None = None, 
     names = {cta: roles([e for e in shown if e.cta == cta]) for cta in ctas}
     rows = sorted({(e.cta, warp) for e in shown for warp in e.warps})
     place = {row: ROW * i + HEAD * (ctas.index(row[0]) + 1) for i, row in enumerate(rows)}
-    scale = WIDTH / _end(shown)
-    heads = {cta: min(y for row, y in place.items() if row[0] == cta) - 6 for cta in ctas}
-    parts = [f'<text x="{LEFT}" y="{y}" fill="{TEXT}">CTA {_index(cta)}</text>' for cta, y in heads.items()]
+    end = max((e.end for e in shown), default=1.0)
+    scale = WIDTH / end
+    heads = {",".join(map(str, cta)): min(y for row, y in place.items() if row[0] == cta) - 6 for cta in ctas}
+    parts = [f'<text x="{LEFT}" y="{y}" fill="{TEXT}">CTA {index}</text>' for index, y in heads.items()]
     for (cta, warp), y in place.items():
         label = f"{names[cta][warp]}, warp {warp}"
         parts.append(f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end" fill="{TEXT}">{label}</text>')
@@ -183,15 +184,11 @@ def drawing(events: Sequence[Event], barriers: Mapping[int, str] | None = None, 
     for i, (kind, colour) in enumerate(COLOURS.items()):
         parts.append(f'<rect x="{LEFT + 90 * i}" y="{foot}" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{LEFT + 90 * i + 18}" y="{foot + 11}" fill="{TEXT}">{kind}</text>')
-    scale_text = f"virtual time: 0 to {_end(shown):.0f} warp instructions"
+    scale_text = f"virtual time: 0 to {end:.0f} warp instructions"
     parts.append(f'<text x="{LEFT + WIDTH}" y="{foot + 11}" text-anchor="end" fill="{TEXT}">{scale_text}</text>')
     height = foot + 18
     box = f'viewBox="0 0 {LEFT + WIDTH + 4} {height}" font-family="sans-serif" font-size="12"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join(parts)}</svg>'
-
-
-def _end(events: Sequence[Event]) -> float:
-    return max((e.end for e in events), default=1.0)
 
 
 def _named(what: str, barriers: Mapping[int, str]) -> str:
@@ -200,10 +197,6 @@ def _named(what: str, barriers: Mapping[int, str]) -> str:
     found = re.match(r"mbarrier at shared (0x[0-9a-f]+)", short)
     name = barriers.get(int(found[1], 16)) if found else None
     return f"{name}: {short}" if name else short
-
-
-def _index(cta: tuple[int, int, int]) -> str:
-    return ",".join(map(str, cta))
 
 
 def _merged(events: Sequence[Event]) -> list[Event]:
