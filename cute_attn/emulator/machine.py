@@ -48,7 +48,7 @@ class Cta:
         self.clocks = cluster.clocks
         self.num_warps = grid.num_warps
         self.first_agent: int = 1 + rank * self.num_warps
-        self.smem = SharedMemory(grid.smem_end, rank, self.clocks, grid.checks)
+        self.smem = SharedMemory(grid.smem_end, self.clocks, grid.checks)
         self.barriers: dict[int, Any] = {}  # named barriers
         self.pending: dict[str, collections.deque[Callable[[], None]]] = {}  # asynchronous work by queue
         self.posted = 0

@@ -89,10 +89,8 @@ def cells_of(offsets: Array, nbytes: int) -> Array:
 class SharedMemory:
     """Shared memory of one CTA. `checks`: of races."""
 
-    def __init__(self, nbytes: int, rank: int, clocks: Clocks, checks: bool) -> None:
+    def __init__(self, nbytes: int, clocks: Clocks, checks: bool) -> None:
         self.size = nbytes
-        self.rank = rank
-        self.base = rank << RANK_SHIFT
         self.bytes = Bytes(np.zeros(nbytes, np.uint8))
         self.valid = Bytes(np.zeros(nbytes, np.uint8))
         self.clocks = clocks
