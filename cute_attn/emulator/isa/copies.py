@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +23,16 @@ _SHARED = "{.shared|.shared::cta}"
 # --- ldmatrix, stmatrix -----------------------------------------------------------------------------------------------
 
 
-def _row_addresses(w: WarpBatch, address: Array, count: int) -> Array:
-    """Addresses of the rows of all matrices: [warps, 8 * count], from the first lanes of each warp."""
-    rows: Array = w.full(address).reshape(-1, 32)[:, : 8 * count]
-    return rows
+def _rows(
+    w: WarpBatch, mask: Array | None, address: Array, count: int, what: str
+) -> tuple[SharedMemory, Array, Array, Any]:
+    """Shared memory, where in it the 8 * count rows of 16 bytes of each active warp are, whose first lanes have the
+    addresses, the agents of the rows, and the index of those warps.
+    """
+    whole(w, mask, what)
+    present = slice(None) if mask is None else mask.reshape(-1, 32)[:, 0]
+    memory, offsets = access.shared_at(w, w.full(address).reshape(-1, 32)[present, : 8 * count].ravel(), 16, what)
+    return memory, offsets, np.repeat(w.agents[present], 8 * count), present
 
 
 @called(
@@ -37,30 +44,18 @@ def _row_addresses(w: WarpBatch, address: Array, count: int) -> Array:
 )
 def ldmatrix(w: WarpBatch, mask: Array | None, matrices: str, trans: str, address: Array) -> Array:
     count = int(matrices)
-    data, warps = _matrix_rows(w, mask, address, count, "ldmatrix")
+    data = _loaded(w, mask, address, count)
     if trans:
         # lane l gets rows 2 (l % 4) and + 1 of column l / 4
-        items = data.view(np.uint16).reshape(warps, count, 4, 2, 8).transpose(1, 0, 4, 2, 3)
-        words = np.ascontiguousarray(items).view(np.uint32).reshape(count, -1)
+        items = data.view(np.uint16).reshape(-1, count, 4, 2, 8).transpose(1, 0, 4, 2, 3)
     else:
-        words = np.ascontiguousarray(data.view(np.uint32).reshape(warps, count, 32).transpose(1, 0, 2)).reshape(
-            count, -1
-        )
-    return _lanes(w, mask, words)
+        items = data.view(np.uint32).reshape(-1, count, 32).transpose(1, 0, 2)
+    return _lanes(w, mask, np.ascontiguousarray(items).view(np.uint32).reshape(count, -1))
 
 
-def _matrix_rows(w: WarpBatch, mask: Array | None, address: Array, count: int, what: str) -> tuple[Array, int]:
-    """Returns the bytes of 8 * count rows of 16 bytes for each active warp, and the number of those warps."""
-    whole(w, mask, what)
-    rows = _row_addresses(w, address, count)
-    if mask is not None:
-        rows = rows[mask.reshape(-1, 32)[:, 0]]
-        agents = w.agents[mask.reshape(-1, 32)[:, 0]]
-    else:
-        agents = w.agents
-    memory, offsets = access.shared_at(w, rows.ravel(), 16, what)
-    data: Array = memory.load(offsets, 16, np.repeat(agents, 8 * count), what)
-    return data, len(agents)
+def _loaded(w: WarpBatch, mask: Array | None, address: Array, count: int) -> Array:
+    memory, offsets, agents, _ = _rows(w, mask, address, count, "ldmatrix")
+    return memory.load(offsets, 16, agents, "ldmatrix")
 
 
 def _lanes(w: WarpBatch, mask: Array | None, words: Array) -> Array:
@@ -83,8 +78,8 @@ def _lanes(w: WarpBatch, mask: Array | None, words: Array) -> Array:
 def ldmatrix_bytes(w: WarpBatch, mask: Array | None, matrices: str, address: Array) -> Array:
     """Lane l gets bytes l / 4 and l / 4 + 8 of rows 4 (l % 4) + 0..3 of each matrix."""
     count = int(matrices)
-    data, warps = _matrix_rows(w, mask, address, 2 * count, "ldmatrix")
-    items = data.view(np.uint8).reshape(warps, count, 4, 4, 2, 8).transpose(1, 4, 0, 5, 2, 3)
+    data = _loaded(w, mask, address, 2 * count)
+    items = data.view(np.uint8).reshape(-1, count, 4, 4, 2, 8).transpose(1, 4, 0, 5, 2, 3)
     return _lanes(w, mask, np.ascontiguousarray(items).view(np.uint32).reshape(2 * count, -1))
 
 
@@ -96,18 +91,14 @@ def ldmatrix_bytes(w: WarpBatch, mask: Array | None, matrices: str, address: Arr
     golden="matrix",
 )
 def stmatrix(w: WarpBatch, mask: Array | None, trans: str, address: Array, sources: tuple[Array, ...]) -> None:
-    whole(w, mask, "stmatrix")
     count = len(sources)
-    present = np.ones(len(w.warps), np.bool_) if mask is None else mask.reshape(-1, 32)[:, 0]
-    at = _row_addresses(w, address, count)[present].ravel()
+    memory, offsets, agents, present = _rows(w, mask, address, count, "stmatrix")
     words = np.stack([w.full(s) for s in sources]).reshape(count, -1, 32)[:, present].transpose(1, 0, 2)
     if trans:
         pairs = np.ascontiguousarray(words).view(np.uint16).reshape(-1, count, 8, 4, 2)
-        rows = np.ascontiguousarray(pairs.transpose(0, 1, 3, 4, 2)).view(np.uint8).reshape(-1, 16)
-    else:
-        rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, 16)
-    memory, offsets = access.shared_at(w, at, 16, "stmatrix")
-    memory.store(offsets, access.words_of(rows), np.repeat(w.agents[present], 8 * count), "stmatrix")
+        words = pairs.transpose(0, 1, 3, 4, 2)
+    rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, 16)
+    memory.store(offsets, access.words_of(rows), agents, "stmatrix")
 
 
 # --- cp.async ---------------------------------------------------------------------------------------------------------
