@@ -165,8 +165,10 @@ class Emitter:
     def _argument(self, inst: Inst, kind: str, given: list[Operand]) -> str:
         """Argument of a kind, made of the first operand of `given`, which is taken."""
         kind, _, default = kind.partition("=")
-        if not given and (default or kind == "?"):
-            return default and (default if default == "None" else self.constant(int(default), kind))
+        if not given and kind == "?":
+            return ""
+        if not given and default:
+            return default if default == "None" else self.constant(int(default), kind)
         if not given:
             raise PtxError(f"{inst.op} with {len(inst.operands)} operands")
         operand = given.pop(0)
