@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -11,8 +12,9 @@ from cute_attn.emulator.dtypes import Array, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.isa import floats
-from cute_attn.emulator.isa.registry import computed, form
+from cute_attn.emulator.isa.registry import called, computed, form
 from cute_attn.emulator.ptx import Inst
+from cute_attn.emulator.warp_batch import WarpBatch
 
 _WIDER = {"u2": "u4", "i2": "i4", "u4": "u8", "i4": "i8"}
 _SIGN = {"add": "+", "sub": "-", "mul": "*"}
@@ -197,24 +199,19 @@ def _fma64(a: Array, b: Array, c: Array) -> Array:
 computed({"fma.rn.f64": _fma64}, conformance="approx")
 
 
-@form(
-    "{add|sub|mul}{|.rn|.rz|.rm|.rp}{|.ftz}.f32x2",
-    "{fma}{.rn|.rz|.rm|.rp}{|.ftz}.f32x2",
-    since=100,
-    conformance="unverified",
-)
-def float32_pairs(e: Emitter, inst: Inst, op: str, mode: str, ftz: str) -> None:
+_PAIRS: dict[str, Any] = {"results": ".", "since": 100, "conformance": "unverified"}
+
+
+@called("{add|sub|mul}{|.rn|.rz|.rm|.rp}{|.ftz}.f32x2", operands="$0 $1 $2 . .", **_PAIRS)
+@called("{fma}{.rn|.rz|.rm|.rp}{|.ftz}.f32x2", operands="$0 $1 $2 . . .", **_PAIRS)
+def float32_pairs(w: WarpBatch, mask: Array | None, op: str, mode: str, ftz: str, *pairs: Array) -> Array:
     if op == "fma" and mode != ".rn":
-        raise PtxError(f"{inst.op}: only .rn is supported")
-    e.compute(inst, functools.partial(_pairwise, floats.ROUNDED[op], mode[1:] or "rn", bool(ftz)))
-
-
-def _pairwise(function: Callable[..., Array], mode: str, ftz: bool, *pairs: Array) -> Array:
+        raise PtxError(f"{op}{mode}{ftz}.f32x2: only .rn is supported")
     rows = np.empty((len(pairs), max(map(len, pairs))), np.uint64)
     for row, pair in zip(rows, pairs, strict=True):
         row[:] = pair
     singles = rows.view(np.float32)
-    found = function(*(floats.flush(singles) if ftz else singles), mode)
+    found = floats.ROUNDED[op](*(floats.flush(singles) if ftz else singles), mode[1:] or "rn")
     return np.ascontiguousarray(floats.flush(found) if ftz else found, np.float32).view(np.uint64)
 
 

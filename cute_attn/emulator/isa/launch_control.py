@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cute_attn.emulator import access
 from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.isa import mbarrier
@@ -45,7 +44,7 @@ def try_cancel(w: WarpBatch, mask: Array | None, multicast: str, address: Array,
 
 def _answer(ctas: list[Cta], barriers: list[mbarrier.Mbarrier], at: int, response: Array, op: Op) -> None:
     for cta, barrier in zip(ctas, barriers, strict=True):
-        offsets = access.offsets_of(np.array([at], np.uint32))
+        offsets = np.array([at])
         cta.smem.check(offsets, RESPONSE_BYTES, "try_cancel")
         cta.smem.store(offsets, response, op, "try_cancel")
         barrier.complete(RESPONSE_BYTES, op, LATENCY)
