@@ -46,6 +46,16 @@ def shared_of(batch: WarpBatch, addresses: Array, what: str, cluster: bool = Fal
     return found
 
 
+def shared_at(
+    batch: WarpBatch, addresses: Array, nbytes: int, what: str, cluster: bool = False
+) -> tuple[SharedMemory, Array]:
+    """The CTA's shared memory, and where in it these words are, which must be inside and aligned."""
+    ((memory, _),) = shared_of(batch, addresses, what, cluster)
+    offsets = offsets_of(addresses)
+    memory.check(offsets, nbytes, what)
+    return memory, offsets
+
+
 def offsets_of(addresses: Array) -> Array:
     return (addresses & np.uint32(OFFSET_MASK)).astype(np.int64)
 
@@ -89,14 +99,12 @@ def load_global(
     """Load words from global memory. `strong` accesses (relaxed, volatile, acquire) order others and do not race."""
     lanes = batch.lanes(mask)
     at = batch.full(addresses)[lanes]
+    check_aligned(at, nbytes, what)
+    rows = read_global(batch.cta, at, nbytes, None if strong else batch.lane_agents[lanes], what)
+    if mask is None:
+        return rows
     out = np.zeros((batch.size, nbytes), np.uint8)
-    _aligned(at, nbytes, what)
-    for region, positions, offsets in batch.cta.grid.memory.split(at, nbytes, what):
-        chosen = lanes[positions]
-        check_global(region, offsets, nbytes, what, write=False)
-        if batch.cta.clocks is not None and region.contested and not strong:
-            _order_global(batch.cta.cluster, region, offsets, nbytes, batch.lane_agents[chosen], what, write=False)
-        out[chosen] = region.bytes.windows(nbytes)[offsets].view(np.uint8).reshape(-1, nbytes)
+    out[lanes] = rows
     return out
 
 
@@ -105,29 +113,59 @@ def store_global(
 ) -> None:
     lanes = batch.lanes(mask)
     at = batch.full(addresses)[lanes]
+    check_aligned(at, rows.shape[1], what)
+    write_global(batch.cta, at, rows[lanes], None if strong else batch.lane_agents[lanes], what)
+
+
+def read_global(cta: Cta, addresses: Array, nbytes: int, by: Array | Op | None, what: str) -> Array:
+    """Read words as rows of bytes for warps (agents, one per word) or an operation; None: without checks of races."""
+    rows = np.empty((len(addresses), nbytes), np.uint8)
+    for region, positions, offsets in cta.grid.memory.split(addresses, nbytes, what):
+        check_global(region, offsets, nbytes, what, write=False)
+        if region.contested:
+            _order(cta.cluster, region, offsets, nbytes, by, positions, what, write=False)
+        rows[positions] = region.bytes.windows(nbytes)[offsets].view(np.uint8).reshape(-1, nbytes)
+    return rows
+
+
+def write_global(cta: Cta, addresses: Array, rows: Array, by: Array | Op | None, what: str) -> None:
+    """Write rows of bytes, like `read_global`."""
     nbytes = rows.shape[1]
-    _aligned(at, nbytes, what)
-    for region, positions, offsets in batch.cta.grid.memory.split(at, nbytes, what):
-        chosen = lanes[positions]
+    for region, positions, offsets in cta.grid.memory.split(addresses, nbytes, what):
         check_global(region, offsets, nbytes, what, write=True)
-        if batch.cta.clocks is not None and not strong:
-            _order_global(batch.cta.cluster, region, offsets, nbytes, batch.lane_agents[chosen], what, write=True)
-        put(region.bytes, region.valid, offsets, words_of(rows[chosen]))
+        _order(cta.cluster, region, offsets, nbytes, by, positions, what, write=True)
+        put(region.bytes, region.valid, offsets, words_of(rows[positions]))
 
 
-def _aligned(addresses: Array, nbytes: int, what: str) -> None:
+def check_aligned(addresses: Array, nbytes: int, what: str) -> None:
     if len(addresses) and some(addresses & np.uint64(nbytes - 1)):
         lane = int(np.flatnonzero(addresses & np.uint64(nbytes - 1))[0])
         raise MemoryFault(f"{what} at {int(addresses[lane]):#x} is not aligned to {nbytes} bytes", lane)
 
 
-def _order_global(
-    cluster: Cluster, region: Region, offsets: Array, nbytes: int, agents: Array, what: str, write: bool
+def _order(
+    cluster: Cluster,
+    region: Region,
+    offsets: Array,
+    nbytes: int,
+    by: Array | Op | None,
+    positions: Any,
+    what: str,
+    write: bool,
 ) -> None:
-    """Check global accesses for races with warps of this launch and with earlier launches."""
-    clocks = cluster.clocks
-    assert clocks is not None
+    """Check accesses for races, where clocks are kept, and record them."""
+    if by is None or not cluster.grid.checks:
+        return
     cells = cells_of(offsets + (region.base & 3), nbytes)
+    if isinstance(by, Op):
+        _order_op(cluster, region, cells.ravel(), by, what, write)
+    else:
+        _order_warps(cluster, region, cells, by[positions], what, write)
+
+
+def _order_warps(cluster: Cluster, region: Region, cells: Array, agents: Array, what: str, write: bool) -> None:
+    """Check accesses for races with warps of this launch and with earlier launches."""
+    clocks = cluster.clocks
     order = clocks.v[:, ORDER]
     rows = agents[:, None]
     _compare(cluster, region, cells, rows, *region.last_writes(cells), what, "write")
@@ -154,7 +192,6 @@ def _compare(
 ) -> None:
     if not some(epoch):
         return
-    assert cluster.clocks is not None
     local, agent = _local(cluster, other)
     late = local & (epoch > cluster.clocks.v[rows, ORDER, agent])
     foreign = ~local & (epoch > 0)
@@ -187,34 +224,9 @@ def generic_spaces(batch: WarpBatch, mask: Array | None, addresses: Array) -> tu
     return active & shared, active & ~shared
 
 
-# --- asynchronous operations on global memory -------------------------------------------------------------------------
-
-
-def op_load_global(cta: Cta, addresses: Array, nbytes: int, op: Op | None, what: str) -> Array:
-    """Read rows of bytes through the async proxy."""
-    out = np.zeros((len(addresses), nbytes), np.uint8)
-    for region, positions, offsets in cta.grid.memory.split(addresses.astype(np.uint64), nbytes, what):
-        check_global(region, offsets, nbytes, what, write=False)
-        if op is not None and region.contested:
-            _order_op(cta.cluster, region, offsets, nbytes, op, what, write=False)
-        out[positions] = region.bytes.windows(nbytes)[offsets].view(np.uint8).reshape(-1, nbytes)
-    return out
-
-
-def op_store_global(cta: Cta, addresses: Array, rows: Array, op: Op | None, what: str) -> None:
-    nbytes = rows.shape[1]
-    for region, positions, offsets in cta.grid.memory.split(addresses.astype(np.uint64), nbytes, what):
-        check_global(region, offsets, nbytes, what, write=True)
-        if op is not None:
-            _order_op(cta.cluster, region, offsets, nbytes, op, what, write=True)
-        put(region.bytes, region.valid, offsets, words_of(rows[positions]))
-
-
-def _order_op(cluster: Cluster, region: Region, offsets: Array, nbytes: int, op: Op, what: str, write: bool) -> None:
+def _order_op(cluster: Cluster, region: Region, cells: Array, op: Op, what: str, write: bool) -> None:
     """Check an operation for races with warps and operations of the cluster and with earlier launches."""
     clocks = cluster.clocks
-    assert clocks is not None
-    cells = cells_of(offsets + (region.base & 3), nbytes).ravel()
     home = (cluster.number + 1) << CLUSTER_SHIFT
     pairs = [(*region.last_writes(cells), "write")]
     if write:

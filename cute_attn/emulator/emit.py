@@ -11,18 +11,7 @@ from cute_attn.emulator.dtypes import DTYPES, OF_PTX, WIDTH, bits_to, some
 from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.ptx import Addr, Imm, Inst, Not, Operand, Pair, Reg, Special, Sym, Vec
 
-_HOMES = {
-    "pred": "p",
-    "b16": "u2",
-    "u16": "u2",
-    "s16": "u2",
-    "f16": "u2",
-    "b64": "u8",
-    "b128": "v16",
-    "u64": "u8",
-    "s64": "u8",
-    "f64": "f8",
-}
+_HOMES = {"pred": "p", "b128": "v16", "f64": "f8"}  # of registers that no instruction uses as another type
 
 
 def homes(registers: dict[str, Reg], body: Sequence[Any]) -> list[str]:
@@ -41,12 +30,12 @@ def homes(registers: dict[str, Reg], body: Sequence[Any]) -> list[str]:
         _vote(votes, inst.operands[1:] if parts[0] in ("cvt", "setp", "set") else inst.operands, kind, 1)
     found = []
     for register in registers.values():
-        fixed = _HOMES.get(register.type)
-        if fixed is None or fixed == "u8":
-            width = 8 if fixed else 4
-            own = {t: n for t, n in votes.get(register.index, {}).items() if WIDTH[t] == width}
-            fixed = max(own, key=lambda t: own[t]) if own else f"u{width}"
-        found.append(fixed)
+        if register.type in _HOMES or register.type.endswith("16"):
+            found.append(_HOMES.get(register.type, "u2"))
+            continue
+        width = 8 if register.type.endswith("64") else 4
+        own = {t: n for t, n in votes.get(register.index, {}).items() if WIDTH[t] == width}
+        found.append(max(own, key=lambda t: own[t]) if own else f"u{width}")
     return found
 
 
@@ -112,19 +101,21 @@ class Emitter:
         self.line(f"R[{operand.index}] = {value}")
 
     def compute(self, inst: Inst, function: str | Callable[..., Any], *kinds: str) -> None:
-        """Set the first operand to a function of the others, or to a pattern of `{0}`, `{1}`, ... `kinds`: types of the
-        operands; all are of the type that the opcode ends with where none are given.
+        """Set the first operand to a function or pattern of the others. `kinds`: types of the operands; all are of the
+        type that the opcode ends with where none are given.
         """
         target, *sources = inst.operands
         own = kinds or (OF_PTX[inst.op.rpartition(".")[2]],) * len(inst.operands)
         values = [self.get(x, kind) for x, kind in zip(sources, own[1:], strict=True)]
-        if isinstance(function, str):
-            if f"{{{len(values) - 1}}}" not in function or f"{{{len(values)}}}" in function:
-                raise PtxError(f"{inst.op} with {len(values)} operands")
-            self.set(target, own[0], function.format(*values))
-        else:
-            name = self.bind(function, getattr(function, "__name__", "computed"))
-            self.set(target, own[0], f"{name}({', '.join(values)})")
+        self.set(target, own[0], self.expression(inst, function, values))
+
+    def expression(self, inst: Inst, function: str | Callable[..., Any], values: Sequence[str]) -> str:
+        """Expression of a function of values, or of a pattern of `{0}`, `{1}`, ..."""
+        if not isinstance(function, str):
+            return f"{self.bind(function, getattr(function, '__name__', 'computed'))}({', '.join(values)})"
+        if f"{{{len(values) - 1}}}" not in function or f"{{{len(values)}}}" in function:
+            raise PtxError(f"{inst.op} with {len(values)} operands")
+        return function.format(*values)
 
     def call(
         self,
@@ -148,23 +139,60 @@ class Emitter:
                     self.set(operand, kind, f"t[{i}]")
 
     def apply(
-        self,
-        inst: Inst,
-        function: Callable[..., Any],
-        first: Sequence[str],
-        kinds: Sequence[str],
-        results: Sequence[str],
+        self, inst: Inst, function: Callable[..., Any], choices: Sequence[str], operands: str, results: str
     ) -> None:
-        """Call a function of w and mask with `first` and the sources. `kinds`: their types ("": that which the opcode
-        ends with), none for immediates. Two results go to an operand pair `a|b`, or the first one to a register.
+        """Call a function of w and mask with `operands`, and set the first operand, or its items, to `results`: kinds
+        as those of `registry.called`.
         """
         own = OF_PTX.get(inst.op.rpartition(".")[2], "")
-        sources = inst.operands[1:] if results else inst.operands
-        values = [self.get(x, kind or own) for x, kind in zip(sources, kinds, strict=True)] if kinds else []
-        targets = self.items(inst.operands[0]) if results else ()
-        given = [(target, kind or own) for target, kind in zip(targets, results, strict=False)]
-        numbers = [] if kinds else [str(self.number(inst, x)) for x in sources]
-        self.call(function, [*map(repr, first), *values, *numbers], given, rows=len(results) > 1)
+        given = list(inst.operands)
+        targets = self.items(given.pop(0)) if results else ()
+        if ".L2::cache_hint" in inst.op:
+            given.pop()
+        known = {"$op": repr(inst.op), "$type": own, "$items": str(len(targets))}
+        known |= {f"${i}": repr(choice) for i, choice in enumerate(choices)}
+        arguments = [
+            known[kind] if kind[0] == "$" else self._argument(inst, kind.replace(".", own), given)
+            for kind in operands.split()
+        ]
+        if given:
+            raise PtxError(f"{inst.op} with {len(inst.operands)} operands")
+        kinds = results.replace(".", own).split()
+        whole = results[:1] == "{"  # results for all items
+        pairs = [(x, kinds[0][1:-1]) for x in targets] if whole else list(zip(targets, kinds, strict=False))
+        self.call(function, [x for x in arguments if x], pairs, rows=whole or len(kinds) > 1)
+
+    def _argument(self, inst: Inst, kind: str, given: list[Operand]) -> str:
+        """Argument of a kind, made of the first operand of `given`, which is taken."""
+        kind, _, default = kind.partition("=")
+        if not given and kind == "?":
+            return ""
+        if not given and default:
+            return default if default == "None" else self.constant(int(default), kind)
+        if not given:
+            raise PtxError(f"{inst.op} with {len(inst.operands)} operands")
+        operand = given.pop(0)
+        if kind == "#":
+            return str(self.number(inst, operand))
+        if kind == "[]":
+            shared = ".shared" in inst.op
+            return self.address(operand, wide=False) if shared else f"{self.address(operand, wide=True)}.astype(u4)"
+        if kind[0] == "[":
+            text = self.address(operand, wide=kind.startswith("[u8]"))
+            return f"{text}, {self._coordinates(inst, operand, kind[5:-1])}" if kind[4:] else text
+        if kind[0] == "{":
+            return self.values(operand, kind[1:-1])
+        return "" if kind == "?" else self.get(operand, kind)
+
+    def _coordinates(self, inst: Inst, operand: Operand, kind: str) -> str:
+        """Coordinates of an operand `[map, {c0, c1, ...}]`, as many as the opcode says (".2d")."""
+        place = operand.rest[0] if isinstance(operand, Addr) and operand.rest else None
+        if not isinstance(place, Vec):
+            raise PtxError("a tensor operand needs coordinates")
+        numbers = inst.op.partition(".tensor.")[2][:1]
+        if len(place.items) != int(numbers):
+            raise PtxError(f"{len(place.items)} coordinates where {numbers} are needed")
+        return self.values(place, kind)
 
     def number(self, inst: Inst, operand: Operand) -> int:
         """Value of an immediate operand."""
@@ -179,10 +207,6 @@ class Emitter:
         kind = "u8" if wide else "u4"
         base = self.get(operand.base, kind)
         return f"({base} + {self.constant(operand.offset, kind)})" if operand.offset else base
-
-    def shared_address(self, operand: Operand, space: str) -> str:
-        """Address expression in shared memory, u4; generic where the opcode names no space."""
-        return self.address(operand, wide=False) if space else f"{self.address(operand, wide=True)}.astype(u4)"
 
     def items(self, operand: Operand) -> tuple[Operand, ...]:
         """Parts of a vector or a pair, or the operand itself."""

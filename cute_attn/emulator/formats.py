@@ -1,10 +1,14 @@
-"""Tables of fp8 and fp4 formats: decoding by look-up, encoding to nearest with ties to even."""
+"""Formats of matrices: 16-bit floats, and tables of fp8 and fp4, which are decoded by look-up and encoded to nearest
+with ties to even."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
 from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.isa import floats
 
 # exponent bits, mantissa bits, bias, has infinities
 _LAYOUT = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15), "e2m1": (2, 1, 1)}
@@ -35,6 +39,16 @@ def decode(codes: Array, kind: str) -> Array:
     """Decode codes (any integer array) to float32."""
     found: Array = VALUES[kind][codes]
     return found
+
+
+Decode = Callable[[Array], Array]
+DECODERS: dict[str, Decode] = {
+    "f16": lambda words: words.view(np.float16).astype(np.float32),
+    "bf16": lambda words: floats.bf16_to_f32(words.view(np.uint16)),
+    "e4m3": lambda words: decode(words.view(np.uint8), "e4m3"),
+    "e5m2": lambda words: decode(words.view(np.uint8), "e5m2"),
+}
+"""From words that hold numbers of a type to float32."""
 
 
 def encode(x: Array, kind: str, relu: bool = False) -> Array:

@@ -48,7 +48,7 @@ class Cta:
         self.clocks = cluster.clocks
         self.num_warps = grid.num_warps
         self.first_agent: int = 1 + rank * self.num_warps
-        self.smem = SharedMemory(grid.smem_end, rank, self.clocks)
+        self.smem = SharedMemory(grid.smem_end, self.clocks, grid.checks)
         self.barriers: dict[int, Any] = {}  # named barriers
         self.pending: dict[str, collections.deque[Callable[[], None]]] = {}  # asynchronous work by queue
         self.posted = 0
@@ -111,7 +111,7 @@ class Cta:
             full = np.uint64(0xFFFFFFFF)
             masks = {"eq": one, "lt": below, "le": below | one, "gt": full & ~(below | one), "ge": full & ~below}
             return masks[base.removeprefix("%lanemask_")].astype(np.uint32)
-        clock = int(self.clocks.time.max()) if self.clocks is not None else 0
+        clock = int(self.clocks.time.max())
         values: dict[str, int] = {
             "%ntid": self.grid.block[axis],
             "%ctaid": self.index[axis],
@@ -145,7 +145,7 @@ class Cluster:
         size = int(np.prod(grid.cluster))
         self.lax = grid.program.uses_tensor_memory and not grid.strict  # barriers alone order tensor memory
         fences = grid.program.uses_tensor_memory and not self.lax
-        self.clocks = Clocks(size * grid.num_warps, grid.dependent, fences) if grid.checks else None
+        self.clocks = Clocks(size * grid.num_warps, grid.dependent, fences)
         self.barrier: Any = None  # barrier.cluster
         self.cross: dict[int, dict[int, int]] = {}  # warp -> epochs seen of warps of other clusters
         cx, cy, _ = grid.cluster
@@ -212,22 +212,20 @@ class Grid:
         return registers
 
     def _check(self) -> None:
-        if int(np.prod(self.block)) % 32:
+        threads, kinds = int(np.prod(self.block)), self.program.kernel.params
+        if threads % 32:
             raise LaunchFault(f"block {self.block} is no multiple of 32 threads")
-        if int(np.prod(self.block)) > 1024:
+        if threads > 1024:
             raise LaunchFault(f"block {self.block} has more than 1024 threads")
         if any(g % c for g, c in zip(self.grid, self.cluster, strict=True)):
             raise LaunchFault(f"grid {self.grid} is no multiple of the cluster {self.cluster}")
-        kinds = self.program.kernel.params
         if len(kinds) != len(self.param_offsets):
             raise LaunchFault(f"{len(self.param_offsets)} parameters, the kernel takes {len(kinds)}")
         if kinds and len(self.params) < self.param_offsets[-1] + kinds[-1].nbytes:
             raise LaunchFault(f"{len(self.params)} bytes of parameters are too few")
-        wanted = self.program.kernel.directives.get("reqntid")
-        if wanted is not None:
-            asked = tuple(int(x) for x in wanted.split(","))
-            if asked + (1,) * (3 - len(asked)) != self.block:
-                raise LaunchFault(f"block {self.block}, the kernel requires {asked}")
+        asked = tuple(map(int, self.program.kernel.directives.get("reqntid", "0").split(",")))
+        if asked != (0,) and asked + (1,) * (3 - len(asked)) != self.block:
+            raise LaunchFault(f"block {self.block}, the kernel requires {asked}")
 
     def _lay_out_shared(self) -> None:
         self.shared_offsets, end, dynamic = {}, SHARED_START, []
@@ -265,11 +263,8 @@ class Grid:
         return self.home_dtypes[self.program.homes[register]]
 
     def count(self, batch: WarpBatch, block: Block) -> None:
-        warps = len(batch.warps)
-        self.stats.blocks[block.index] += warps
-        clocks = batch.cta.clocks
-        if clocks is not None:
-            clocks.time[batch.clock_rows] += block.count
+        self.stats.blocks[block.index] += len(batch.warps)
+        batch.cta.clocks.time[batch.clock_rows] += block.count
 
     def _origins(self) -> Iterator[tuple[int, Dim3]]:
         """Yield number and first CTA of every cluster."""
@@ -346,9 +341,7 @@ class Grid:
         if not batch.cta.running:
             for check in batch.cta.closing:
                 check()
-        clocks = batch.cta.clocks
-        if clocks is not None:
-            self.stats.cycles = max(self.stats.cycles, float(clocks.time[batch.agents].max()))
+        self.stats.cycles = max(self.stats.cycles, float(batch.cta.clocks.time[batch.agents].max()))
 
     def _starve(self, resident: list[Cluster]) -> None:
         lines = []

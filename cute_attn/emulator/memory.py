@@ -87,16 +87,14 @@ def cells_of(offsets: Array, nbytes: int) -> Array:
 
 
 class SharedMemory:
-    """Shared memory of one CTA. Without `clocks`, races are not checked."""
+    """Shared memory of one CTA. `checks`: of races."""
 
-    def __init__(self, nbytes: int, rank: int, clocks: Clocks | None) -> None:
+    def __init__(self, nbytes: int, clocks: Clocks, checks: bool) -> None:
         self.size = nbytes
-        self.rank = rank
-        self.base = rank << RANK_SHIFT
         self.bytes = Bytes(np.zeros(nbytes, np.uint8))
         self.valid = Bytes(np.zeros(nbytes, np.uint8))
         self.clocks = clocks
-        self.shadow = Shadow(nbytes, clocks) if clocks is not None else None
+        self.shadow = Shadow(nbytes, clocks) if checks else None
 
     def check(self, offsets: Array, nbytes: int, what: str) -> None:
         """Check that words of `nbytes` are inside, and aligned to their size."""
@@ -114,34 +112,29 @@ class SharedMemory:
             lane = int(np.flatnonzero(offsets & (nbytes - 1))[0])
             raise MemoryFault(f"{what} at shared {int(offsets[lane]):#x} is not aligned to {nbytes} bytes", lane)
 
-    def load(self, offsets: Array, nbytes: int, agents: Array, what: str) -> Array:
-        """Load words at `offsets` for warps. `check` must be called before."""
+    def load(self, offsets: Array, nbytes: int, by: Array | Op, what: str) -> Array:
+        """Load words for warps (agents, one per word) or for an operation. `check` must be called before."""
         self._need_valid(offsets, nbytes, what)
         if self.shadow is not None:
-            self._refuse(what, offsets, self.shadow.read(cells_of(offsets, nbytes), agents))
+            if isinstance(by, Op):
+                conflict = self.shadow.op_read(_cell_set(offsets, nbytes), by)
+            else:
+                conflict = self.shadow.read(cells_of(offsets, nbytes), by)
+            self._refuse(what, offsets, conflict)
         words: Array = self.bytes.windows(nbytes)[offsets]
         return words
 
-    def store(self, offsets: Array, words: Array, agents: Array, what: str) -> None:
+    def store(self, offsets: Array, words: Array, by: Array | Op, what: str) -> None:
+        """Store words, like `load`. A warp must not overwrite an mbarrier."""
         nbytes = words.dtype.itemsize
-        state = self.valid.windows(nbytes)[offsets].view(np.uint8)
-        if some(state == MBARRIER):
+        if isinstance(by, np.ndarray) and some(self.valid.windows(nbytes)[offsets].view(np.uint8) == MBARRIER):
             raise BarrierFault(f"{what} overwrites an mbarrier")
         if self.shadow is not None:
-            self._refuse(what, offsets, self.shadow.write(cells_of(offsets, nbytes), agents))
-        put(self.bytes, self.valid, offsets, words)
-
-    def op_load(self, offsets: Array, nbytes: int, op: Op | None, what: str) -> Array:
-        """Load words for `op`, through the async proxy."""
-        self._need_valid(offsets, nbytes, what)
-        if self.shadow is not None and op is not None:
-            self._refuse(what, offsets, self.shadow.op_read(_cell_set(offsets, nbytes), op))
-        words: Array = self.bytes.windows(nbytes)[offsets]
-        return words
-
-    def op_store(self, offsets: Array, words: Array, op: Op | None, what: str) -> None:
-        if self.shadow is not None and op is not None:
-            self._refuse(what, offsets, self.shadow.op_write(_cell_set(offsets, words.dtype.itemsize), op))
+            if isinstance(by, Op):
+                conflict = self.shadow.op_write(_cell_set(offsets, nbytes), by)
+            else:
+                conflict = self.shadow.write(cells_of(offsets, nbytes), by)
+            self._refuse(what, offsets, conflict)
         put(self.bytes, self.valid, offsets, words)
 
     def _need_valid(self, offsets: Array, nbytes: int, what: str) -> None:
@@ -153,7 +146,7 @@ class SharedMemory:
 
     def _refuse(self, what: str, offsets: Array, conflict: Conflict | None) -> None:
         """Raise what a conflict of an access is, if it has one."""
-        if conflict is None or self.clocks is None:
+        if conflict is None:
             return
         kind, agent, lane = conflict
         if kind == "proxy":
@@ -259,6 +252,7 @@ class GlobalMemory:
         """Split words by region: (region, index of its words in `addresses`, offsets)."""
         if len(addresses) == 0:
             return []
+        addresses = addresses.astype(np.uint64, copy=False)
         low, high = int(addresses.min()), int(addresses.max())
         at = bisect.bisect(self.bases, low) - 1
         if at >= 0:

@@ -138,12 +138,14 @@ class Program:
 
     def _tested(self, emitter: Emitter, inst: Inst, entry: Form, choices: tuple[str, ...]) -> None:
         """Emit an instruction with the tests of registers around it."""
-        tests = self.tests.get(id(inst))
-        for function, registers in tests.before if tests else ():
-            emitter.call(function, [str(register) for register in registers])
+        calls = self.tests.get(id(inst), [])
+        for function, registers in calls:
+            if function is unwaited.refuse:
+                emitter.call(function, list(map(str, registers)))
         entry.build(emitter, inst, *choices)
-        for function, registers in tests.after if tests else ():
-            emitter.call(function, [str(register) for register in registers])
+        for function, registers in calls:
+            if function is not unwaited.refuse:
+                emitter.call(function, list(map(str, registers)))
 
     def _jump(self, emitter: Emitter, inst: Inst, following: int) -> str:
         target = EXIT if inst.op.startswith(("ret", "exit")) else self._target(inst.operands[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import re
 import struct
 from dataclasses import dataclass, field
@@ -121,25 +122,14 @@ _PART = re.compile(r"(?:\{[^{}]*\}|\[[^\[\]]*\]|[^,{\[])+")
 _BANK = re.compile(r"(.+)<(\d+)>")
 
 
+# Names declared between one pair of braces and around it, each with the name that it has in the kernel; by "", what
+# those of the innermost pair end with.
+_Scope = collections.ChainMap[str, str]
+
+
 def parse(text: str) -> dict[str, Kernel]:
     """Parse a PTX module; returns its kernels by name."""
     return _Reader(text).kernels()
-
-
-class _Scope:
-    """Scope of names declared between one pair of braces."""
-
-    def __init__(self, parent: _Scope | None, number: int) -> None:
-        self.parent, self.number = parent, number
-        self.names: set[str] = set()
-
-    def resolve(self, name: str) -> str:
-        scope: _Scope | None = self
-        while scope is not None:
-            if name in scope.names:
-                return f"{name}@{scope.number}" if scope.parent else name
-            scope = scope.parent
-        return name
 
 
 class _Reader:
@@ -177,7 +167,7 @@ class _Reader:
 
     def _body(self, kernel: Kernel, at: int) -> int:
         """Read statements up to the brace that ends the kernel; instructions are resolved when all names are known."""
-        scope, count = _Scope(None, 0), 0
+        scope, count = _Scope({"": ""}), 0
         raw: list[tuple[str, int, _Scope, bool]] = []
         while True:
             match = _STATEMENT.match(self.text, at)
@@ -191,19 +181,19 @@ class _Reader:
                 elif statement:
                     raw.append((statement, match.start("stmt"), scope, False))
             elif kind == "label":
-                scope.names.add(match["label"])
+                scope[match["label"]] = match["label"] + scope[""]
                 raw.append((match["label"], match.start("label"), scope, True))
             elif kind == "open":
                 count += 1
-                scope = _Scope(scope, count)
-            elif scope.parent is not None:
-                scope = scope.parent
+                scope = scope.new_child({"": f"@{count}"})
+            elif len(scope.maps) > 1:
+                scope = scope.parents
             else:
                 break
         operands = _Operands(kernel.registers)
         for text, start, where, is_label in raw:
             if is_label:
-                kernel.body.append(Label(where.resolve(text)))
+                kernel.body.append(Label(where[text]))
             else:
                 kernel.body.append(self._instruction(text, start, where, operands))
         return at
@@ -215,8 +205,8 @@ class _Reader:
             for name in names.split(","):
                 bank = _BANK.fullmatch(name.strip())
                 listed = [f"{bank[1]}{i}" for i in range(int(bank[2]))] if bank else [name.strip()]
-                scope.names.update(listed)
-                for full in map(scope.resolve, listed):
+                for declared in listed:
+                    full = scope[declared] = declared + scope[""]
                     kernel.registers[full] = Reg(full, len(kernel.registers), kind.lstrip("."))
         elif words[0] == ".shared":
             kernel.shared.append(_variable(words[1]))
@@ -228,7 +218,7 @@ class _Reader:
         if match is None:
             raise PtxError(f"cannot read PTX line {self._line(start)}: {text!r}")
         negated, guard, op, rest = match.groups()
-        register = operands.registers[scope.resolve(guard)] if guard else None
+        register = operands.registers[scope.get(guard, guard)] if guard else None
         where = bisect.bisect(self.locations, (start, "\uffff"))
         source = self.locations[where - 1][1] if where else ""
         parsed = tuple(operands.parse(part, scope) for part in _split(rest))
@@ -244,7 +234,7 @@ class _Operands:
         self.known: dict[str, Operand] = {}
 
     def parse(self, text: str, scope: _Scope) -> Operand:
-        if scope.parent is not None:
+        if len(scope.maps) > 1:
             return self._parse(text, scope)
         found = self.known.get(text)
         if found is None:
@@ -266,12 +256,12 @@ class _Operands:
             number = _number(text)
             if number is not None:
                 return number
-        register = self.registers.get(scope.resolve(text))
+        register = self.registers.get(scope.get(text, text))
         if register is not None:
             return register
         if not _NAME.fullmatch(text):
             raise PtxError(f"operand {text!r}")
-        return Special(text) if first == "%" else Sym(scope.resolve(text))
+        return Special(text) if first == "%" else Sym(scope.get(text, text))
 
     def _address(self, text: str, scope: _Scope) -> Addr:
         head, *rest = _split(text)

@@ -1,4 +1,4 @@
-"""Matrix operands in shared memory: from matrix descriptors to the bytes of each row."""
+"""Matrix operands in shared memory: from matrix descriptors to the numbers of each row."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import PtxError
-from cute_attn.emulator.memory import SHARED_START
+from cute_attn.emulator.formats import DECODERS
+from cute_attn.emulator.memory import SHARED_START, SharedMemory
 from cute_attn.emulator.tensormap import swizzled
 
 CHUNK = 16  # bytes that are contiguous in every layout
+K_BYTES = 32  # of a row of A or B, whatever the type
+ITEM_BYTES = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
 
 
 @dataclass(frozen=True)
@@ -54,19 +58,19 @@ def blackwell(descriptor: int, mn_major: bool) -> Operand:
 
 
 @functools.lru_cache(8192)
-def offsets(operand: Operand, first: int, rows: int, k_bytes: int, item_bytes: int) -> Array:
+def offsets(operand: Operand, first: int, rows: int, item_bytes: int) -> Array:
     """Offsets of the 16-byte chunks of rows first .. first + rows: [rows, chunks along k], or for an MN-major operand
     [k, chunks along the rows]."""
     atom = CHUNK << operand.swizzle  # bytes of a line; one chunk without a swizzle
     if operand.mn_major:
-        k = np.arange(k_bytes // item_bytes)[:, None]
+        k = np.arange(K_BYTES // item_bytes)[:, None]
         at = (np.arange(rows * item_bytes // CHUNK) * CHUNK + first * item_bytes)[None, :]
         # Without a swizzle the two strides swap roles.
         along, across = (operand.leading, operand.stride) if operand.swizzle else (operand.stride, operand.leading)
         found = at % atom + at // atom * along + k % 8 * atom + k // 8 * across
     else:
         r = (np.arange(rows) + first)[:, None]
-        at = (np.arange(k_bytes // CHUNK) * CHUNK)[None, :]
+        at = (np.arange(K_BYTES // CHUNK) * CHUNK)[None, :]
         found = r // 8 * operand.stride + r % 8 * atom + at % atom + at // atom * operand.leading
     where = operand.start + found
     result: Array = swizzled(where, operand.swizzle).astype(np.int64)
@@ -75,8 +79,12 @@ def offsets(operand: Operand, first: int, rows: int, k_bytes: int, item_bytes: i
     return result
 
 
-def matrix(chunks: Array, operand: Operand, item_bytes: int) -> Array:
-    """Arrange chunks (16-byte words in the shape of `offsets`) as raw items [rows, k]."""
-    shape = chunks.shape
-    items = np.ascontiguousarray(chunks).view(f"u{item_bytes}").reshape(shape[0], -1)
-    return items.T if operand.mn_major else items
+def load(memory: SharedMemory, operand: Operand, first: int, rows: int, kind: str, op: Op, what: str) -> Array:
+    """Load rows first .. first + rows of an operand for `op`, as float32: [rows, k]."""
+    where = offsets(operand, first, rows, ITEM_BYTES[kind])
+    flat = where.ravel()
+    memory.check(flat, CHUNK, f"{what} operand")
+    chunks = memory.load(flat, CHUNK, op, what)
+    items = np.ascontiguousarray(chunks).view(f"u{ITEM_BYTES[kind]}").reshape(len(where), -1)
+    raw = np.ascontiguousarray(items.T if operand.mn_major else items)
+    return DECODERS[kind](raw).reshape(raw.shape)

@@ -58,7 +58,8 @@ class Stream:
 
 @dataclass
 class TensorMemory:
-    clocks: Clocks | None
+    clocks: Clocks
+    checks: bool = True  # of races
     words: Array = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint32))
     valid: Array = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.bool_))
     owner: Array = field(default_factory=lambda: np.zeros(COLUMNS, np.int32))  # number of the allocation, 0: free
@@ -69,7 +70,7 @@ class TensorMemory:
     streams: dict[tuple[int, str, int], Stream] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.clocks is not None:
+        if self.checks:
             self.shadow = Shadow(4 * (LANES // CELL_LANES) * COLUMNS, self.clocks, self.clocks.tensor_row)
 
     # --- allocation ---------------------------------------------------------------------------------------------------
@@ -84,11 +85,6 @@ class TensorMemory:
             raise MemoryFault("tcgen05.alloc after tcgen05.relinquish_alloc_permit")
         if columns > self.last:
             raise MemoryFault(f"tcgen05.alloc of {columns} columns after one of {self.last}: counts may not increase")
-
-    def find(self, columns: int) -> int | None:
-        """First of `columns` free columns, aligned to their count, or None."""
-        free = (self.owner == 0).reshape(-1, columns).all(axis=1)
-        return int(free.argmax()) * columns if free.any() else None
 
     def allocate(self, start: int, columns: int) -> None:
         self.count += 1
@@ -108,7 +104,7 @@ class TensorMemory:
             )
         self.owner[held] = 0
         stream = self.stream(agent, "tcgen05.dealloc")
-        if stream is None or self.shadow is None:
+        if self.shadow is None:
             return
         op = stream.op()
         if self.shadow.row == TMEM:  # it is not asynchronous: what others have published needs no fence::after
@@ -118,9 +114,7 @@ class TensorMemory:
 
     # --- access -------------------------------------------------------------------------------------------------------
 
-    def stream(self, agent: int, kind: str, lane: int = WARP) -> Stream | None:
-        if self.clocks is None:
-            return None
+    def stream(self, agent: int, kind: str, lane: int = WARP) -> Stream:
         found = self.streams.get((agent, kind, lane))
         if found is None:
             thread = "" if lane == WARP else f", lane {lane}"
@@ -128,9 +122,8 @@ class TensorMemory:
             found = self.streams[agent, kind, lane] = Stream(self.clocks, agent, name)
         return found
 
-    def begin(self, agent: int, kind: str, lane: int = WARP) -> Op | None:
-        stream = self.stream(agent, kind, lane)
-        return None if stream is None else stream.op()
+    def begin(self, agent: int, kind: str, lane: int = WARP) -> Op:
+        return self.stream(agent, kind, lane).op()
 
     def check(self, columns: Array, what: str) -> None:
         """Check that columns exist and belong to one allocation."""
@@ -151,27 +144,27 @@ class TensorMemory:
             lane, column = (int(np.broadcast_to(x, seen.shape)[tuple(at)]) for x in (lanes, columns))
             raise Uninitialised(f"{what} reads uninitialised tensor memory, lane {lane} column {column}")
 
-    def load(self, lanes: Array, columns: Array, op: Op | None, what: str) -> Array:
+    def load(self, lanes: Array, columns: Array, op: Op, what: str) -> Array:
         """Load words at lanes[:, None] x columns[None, :]."""
         grid = lanes[:, None], columns[None, :]
         self.check(columns, what)
         self.check_valid(*grid, what)
-        if op is not None and self.shadow is not None:
+        if self.shadow is not None:
             self.refuse(what, columns, self.shadow.op_read(cells(lanes, columns), op))
         words: Array = self.words[grid]
         return words
 
-    def store(self, lanes: Array, columns: Array, values: Array, op: Op | None, what: str) -> None:
+    def store(self, lanes: Array, columns: Array, values: Array, op: Op, what: str) -> None:
         grid = lanes[:, None], columns[None, :]
         self.check(columns, what)
-        if op is not None and self.shadow is not None:
+        if self.shadow is not None:
             self.refuse(what, columns, self.shadow.op_write(cells(lanes, columns), op))
         self.words[grid] = values
         self.valid[grid] = True
 
     def refuse(self, what: str, columns: Array, conflict: Conflict | None) -> None:
         """Raise the race of an access, if it has one."""
-        if conflict is not None and self.clocks is not None:
+        if conflict is not None:
             span, name = f"{int(columns.min())}..{int(columns.max())}", self.clocks.name(conflict.agent)
             raise Race(f"{what} at columns {span} of tensor memory races with a {conflict.kind} by {name}")
 

@@ -6,7 +6,6 @@ numbers than in CUtensorMapDataType.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,25 +32,39 @@ DTYPES = (
 )
 _ITEM_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4)
 CONVERTING = ("float32_ftz", "tfloat32", "tfloat32_ftz")  # loads change values
-_CODES = (*range(11), 7 | 1 << 9, 8 | 1 << 9)  # of data types: TF32 is float32 with a bit of its own
+_CODES = (*((code, 0) for code in range(11)), (7, 1), (8, 1))  # of data types: TF32 is float32 with a bit of its own
 SWIZZLE_SPAN = (0, 32, 64, 128)  # bytes, by code
 _SWIZZLE_PERIOD = (16, 256, 512, 1024)  # bytes after which a pattern repeats
 UNIT = 16  # bytes in which TMA addresses global memory
 
-_RANK, _DTYPE, _INTERLEAVE, _SWIZZLE, _NAN_FILL, _L2 = 4, 7, 11, 13, 15, 17  # bits of word 1
+_FIELDS = {  # first bit and number of bits, in the 1024 bits of a map
+    "address": (0, 64),
+    "rank": (68, 3),
+    "type": (71, 4),
+    "interleave": (75, 2),
+    "swizzle": (77, 2),
+    "nan_fill": (79, 1),
+    "tf32": (80, 1),
+    "l2": (81, 2),
+    **{f"stride {i}": (96 + 32 * i, 32) for i in range(4)},
+    **{f"high stride {i}": (224 + 4 * i, 4) for i in range(4)},
+    **{f"dim {i}": (256 + 32 * i, 32) for i in range(5)},
+    **{f"box {i}": (440 + 8 * i, 8) for i in range(5)},
+    "box bytes": (512, 64),
+    "swizzle period": (576, 64),
+}
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """Decoded tensor map. `dims`, `box` and `steps` (traversal strides) count elements, innermost first; `strides`
-    count bytes, without the innermost."""
+    """Decoded tensor map. `dims` and `box` count elements, innermost first; `strides` count bytes, without the
+    innermost."""
 
     address: int
     dtype: int
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
-    steps: tuple[int, ...]
     swizzle: int = 0
     interleave: int = 0
     l2: int = 0
@@ -89,7 +102,6 @@ class TensorMap:
             "the innermost side of the box must be a multiple of 16 bytes": row % 16 == 0,
             "the innermost side of the box must not exceed the swizzle span": self.swizzle == 0
             or row <= SWIZZLE_SPAN[self.swizzle],
-            "traversal strides must be 1": all(s == 1 for s in self.steps),
             "only floats are filled with NaN": not self.nan_fill or "float" in DTYPES[self.dtype],
             "interleaved layouts are not supported": self.interleave == 0,
             "sizes must be 1 to 2^32": all(1 <= d <= 1 << 32 for d in self.dims),
@@ -99,56 +111,34 @@ class TensorMap:
                 raise LaunchFault(f"tensor map {self}: {rule}")
 
     def encode(self) -> bytes:
-        dims = [d - 1 for d in self.dims] + [0] * (5 - self.rank)
-        strides = [s >> 4 for s in self.strides] + [0] * (4 - len(self.strides))
-        box = [b - 1 for b in self.box] + [0] * (5 - self.rank)
-        flags = (
-            (self.rank - 1) << _RANK
-            | _CODES[self.dtype] << _DTYPE
-            | self.interleave << _INTERLEAVE
-            | self.swizzle << _SWIZZLE
-            | int(self.nan_fill) << _NAN_FILL
-            | self.l2 << _L2
-        )
-        low = [s & 0xFFFFFFFF for s in strides]
-        high = sum((s >> 32) << (32 + 4 * i) for i, s in enumerate(strides))
-        words = [
-            self.address,
-            flags | low[0] << 32,
-            low[1] | low[2] << 32,
-            low[3] | high,
-            dims[0] | dims[1] << 32,
-            dims[2] | dims[3] << 32,
-            dims[4] | box[0] << 56,
-            box[1] | box[2] << 8 | box[3] << 16 | box[4] << 24,
-            self.box_bytes,
-            _SWIZZLE_PERIOD[self.swizzle],
-        ]
-        return struct.pack("<10Q", *words).ljust(BYTES, b"\0")
+        code, tf32 = _CODES[self.dtype]
+        units = [stride >> 4 for stride in self.strides]
+        fields = {"address": self.address, "rank": self.rank - 1, "type": code, "tf32": tf32, "l2": self.l2}
+        fields |= {"interleave": self.interleave, "swizzle": self.swizzle, "nan_fill": int(self.nan_fill)}
+        fields |= {f"stride {i}": unit & 0xFFFFFFFF for i, unit in enumerate(units)}
+        fields |= {f"high stride {i}": unit >> 32 for i, unit in enumerate(units)}
+        fields |= {f"dim {i}": size - 1 for i, size in enumerate(self.dims)}
+        fields |= {f"box {i}": size - 1 for i, size in enumerate(self.box)}
+        fields |= {"box bytes": self.box_bytes, "swizzle period": _SWIZZLE_PERIOD[self.swizzle]}
+        return sum(value << _FIELDS[name][0] for name, value in fields.items()).to_bytes(BYTES, "little")
 
 
 def decode(raw: bytes) -> TensorMap:
-    w = struct.unpack("<8Q", raw[:64])
-    flags = w[1] & 0xFFFFFFFF
-    rank = ((flags >> _RANK) & 7) + 1
-    code = (flags >> _DTYPE) & (1 << 9 | 15)
+    bits = int.from_bytes(raw, "little")
+    f = {name: bits >> at & (1 << count) - 1 for name, (at, count) in _FIELDS.items()}
+    rank, code = f["rank"] + 1, (f["type"], f["tf32"])
     if rank > 5 or code not in _CODES:
-        raise MemoryFault(f"not a tensor map: rank {rank}, type {code:#x}")
-    dims = [(w[4 + i // 2] >> (32 * (i % 2)) & 0xFFFFFFFF) + 1 for i in range(5)]
-    low = (w[1] >> 32, w[2] & 0xFFFFFFFF, w[2] >> 32, w[3] & 0xFFFFFFFF)
-    strides = [(low[i] | (w[3] >> (32 + 4 * i) & 15) << 32) << 4 for i in range(4)]
-    box = [(w[6] >> 56) + 1, *((w[7] >> (8 * i) & 255) + 1 for i in range(4))]
+        raise MemoryFault(f"not a tensor map: rank {rank}, type {code}")
     found = TensorMap(
-        w[0],
+        f["address"],
         _CODES.index(code),
-        tuple(dims[:rank]),
-        tuple(strides[: rank - 1]),
-        tuple(box[:rank]),
-        (1,) * rank,
-        (flags >> _SWIZZLE) & 3,
-        (flags >> _INTERLEAVE) & 3,
-        (flags >> _L2) & 3,
-        bool(flags >> _NAN_FILL & 1),
+        tuple(f[f"dim {i}"] + 1 for i in range(rank)),
+        tuple((f[f"stride {i}"] | f[f"high stride {i}"] << 32) << 4 for i in range(rank - 1)),
+        tuple(f[f"box {i}"] + 1 for i in range(rank)),
+        swizzle=f["swizzle"],
+        interleave=f["interleave"],
+        l2=f["l2"],
+        nan_fill=bool(f["nan_fill"]),
     )
     if found.encode() != raw:
         raise MemoryFault(f"a tensor map with fields that the emulator does not know: {raw.hex()}")
@@ -167,11 +157,9 @@ def encode_tiled(
     nan_fill: bool = False,
 ) -> bytes:
     """Encode a map as cuTensorMapEncodeTiled does: `strides` in bytes, of all dimensions but the innermost."""
-    ones = (1,) * len(dims)
     code = DTYPES.index(dtype)
-    return TensorMap(
-        address, code, tuple(dims), tuple(strides), tuple(box), ones, swizzle, l2=l2, nan_fill=nan_fill
-    ).encode()
+    found = TensorMap(address, code, tuple(dims), tuple(strides), tuple(box), swizzle, l2=l2, nan_fill=nan_fill)
+    return found.encode()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,13 +26,13 @@ _WAITS = (
     "cp.async.bulk.wait",
     "tcgen05.wait",
 )
-_TASKS = {  # by the instructions that only warps of this task execute
-    "warpgroup products": ("wgmma.mma",),
-    "products": ("tcgen05.mma",),
-    "warp products": ("mma.",),
-    "loads": ("cp.async.bulk.tensor", "cp.async.cg", "cp.async.ca", "cp.async.bulk.shared"),
-    "exponentials": ("ex2",),
-    "stores": ("st.global",),
+_ROLES = {  # by instructions: a warp has the first role of which it executes one
+    "math group": ("wgmma.mma",),
+    "MMA": ("tcgen05.mma",),
+    "math warp": ("mma.",),
+    "softmax": ("ex2",),
+    "producer": ("cp.async.bulk.tensor", "cp.async.cg", "cp.async.ca", "cp.async.bulk.shared"),
+    "epilogue": ("st.global",),
 }
 ROW, LEFT, WIDTH, HEAD, TEXT = 18, 150, 1050, 22, "#768390"
 
@@ -49,7 +49,7 @@ class Event:
     kind: str
     what: str
     line: int
-    tasks: frozenset[str] = frozenset()  # what the instructions of a block are for
+    roles: frozenset[str] = frozenset()  # that the instructions of a block may stand for
 
 
 class Recorder:
@@ -58,7 +58,7 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.ends: dict[int, float] = {}  # where each batch's last event ended
-        self.blocks: dict[int, tuple[str, frozenset[str]]] = {}  # kind and tasks by block
+        self.blocks: dict[int, tuple[str, frozenset[str]]] = {}  # kind and roles by block
         self.waits: dict[int, str] = {}
 
     def before(self, batch: WarpBatch) -> None:
@@ -91,8 +91,8 @@ class Recorder:
             self.events.append(Event(batch.cta.index, warps, start, start + paused, "wait", what, waiting.line))
         if block.index not in self.blocks:
             self.blocks[block.index] = _nature([inst.op for inst, _, _ in block.insts])
-        kind, tasks = self.blocks[block.index]
-        self.events.append(Event(batch.cta.index, warps, start + paused, now, kind, inst.text, inst.line, tasks))
+        kind, of_roles = self.blocks[block.index]
+        self.events.append(Event(batch.cta.index, warps, start + paused, now, kind, inst.text, inst.line, of_roles))
         self.ends[id(batch)] = now
         if batch.wait is not None:
             self.waits[id(batch)] = batch.wait.what
@@ -101,15 +101,14 @@ class Recorder:
 
 
 def _nature(opcodes: Sequence[str]) -> tuple[str, frozenset[str]]:
-    """Kind and tasks of a block of these instructions."""
+    """Kind and roles of a block of these instructions."""
     kinds = (kind for kind, prefixes in _KINDS.items() if any(op.startswith(prefixes) for op in opcodes))
-    tasks = (task for task, prefixes in _TASKS.items() if any(op.startswith(prefixes) for op in opcodes))
-    return next(kinds, "other"), frozenset(tasks)
+    found = (role for role, prefixes in _ROLES.items() if any(op.startswith(prefixes) for op in opcodes))
+    return next(kinds, "other"), frozenset(found)
 
 
 def _time(batch: WarpBatch) -> float:
-    clocks = batch.cta.clocks
-    return 0.0 if clocks is None else float(clocks.time[batch.agents].max())
+    return float(batch.cta.clocks.time[batch.agents].max())
 
 
 def trace(events: Sequence[Event]) -> str:
@@ -127,11 +126,11 @@ def roles(events: Sequence[Event]) -> dict[int, str]:
 
     Warpgroups that do the same are numbered, and so are warps that multiply on their own.
     """
-    tasks: dict[int, set[str]] = {}
+    of_warps: dict[int, set[str]] = {}
     for e in events:
         for warp in e.warps:
-            tasks.setdefault(warp, set()).update(e.tasks)
-    names = {warp: _role(own) for warp, own in tasks.items()}
+            of_warps.setdefault(warp, set()).update(e.roles)
+    names = {warp: next((role for role in _ROLES if role in own), "idle") for warp, own in of_warps.items()}
     found: dict[int, str] = {}
     for warp, name in sorted(names.items()):
         if name in ("math group", "softmax"):
@@ -142,20 +141,6 @@ def roles(events: Sequence[Event]) -> dict[int, str]:
         else:
             found[warp] = name
     return found
-
-
-def _role(tasks: Collection[str]) -> str:
-    for task, name in {
-        "warpgroup products": "math group",
-        "products": "MMA",
-        "warp products": "math warp",
-        "exponentials": "softmax",
-        "loads": "producer",
-        "stores": "epilogue",
-    }.items():
-        if task in tasks:
-            return name
-    return "idle"
 
 
 def picture(events: Sequence[Event], title: str, barriers: Mapping[int, str] | None = None, most_ctas: int = 4) -> str:
@@ -178,9 +163,10 @@ def drawing(events: Sequence[Event], barriers: Mapping[int, str] | None = None, 
     names = {cta: roles([e for e in shown if e.cta == cta]) for cta in ctas}
     rows = sorted({(e.cta, warp) for e in shown for warp in e.warps})
     place = {row: ROW * i + HEAD * (ctas.index(row[0]) + 1) for i, row in enumerate(rows)}
-    scale = WIDTH / _end(shown)
-    heads = {cta: min(y for row, y in place.items() if row[0] == cta) - 6 for cta in ctas}
-    parts = [f'<text x="{LEFT}" y="{y}" fill="{TEXT}">CTA {_index(cta)}</text>' for cta, y in heads.items()]
+    end = max((e.end for e in shown), default=1.0)
+    scale = WIDTH / end
+    heads = {",".join(map(str, cta)): min(y for row, y in place.items() if row[0] == cta) - 6 for cta in ctas}
+    parts = [f'<text x="{LEFT}" y="{y}" fill="{TEXT}">CTA {index}</text>' for index, y in heads.items()]
     for (cta, warp), y in place.items():
         label = f"{names[cta][warp]}, warp {warp}"
         parts.append(f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end" fill="{TEXT}">{label}</text>')
@@ -198,15 +184,11 @@ def drawing(events: Sequence[Event], barriers: Mapping[int, str] | None = None, 
     for i, (kind, colour) in enumerate(COLOURS.items()):
         parts.append(f'<rect x="{LEFT + 90 * i}" y="{foot}" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{LEFT + 90 * i + 18}" y="{foot + 11}" fill="{TEXT}">{kind}</text>')
-    scale_text = f"virtual time: 0 to {_end(shown):.0f} warp instructions"
+    scale_text = f"virtual time: 0 to {end:.0f} warp instructions"
     parts.append(f'<text x="{LEFT + WIDTH}" y="{foot + 11}" text-anchor="end" fill="{TEXT}">{scale_text}</text>')
     height = foot + 18
     box = f'viewBox="0 0 {LEFT + WIDTH + 4} {height}" font-family="sans-serif" font-size="12"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join(parts)}</svg>'
-
-
-def _end(events: Sequence[Event]) -> float:
-    return max((e.end for e in events), default=1.0)
 
 
 def _named(what: str, barriers: Mapping[int, str]) -> str:
@@ -215,10 +197,6 @@ def _named(what: str, barriers: Mapping[int, str]) -> str:
     found = re.match(r"mbarrier at shared (0x[0-9a-f]+)", short)
     name = barriers.get(int(found[1], 16)) if found else None
     return f"{name}: {short}" if name else short
-
-
-def _index(cta: tuple[int, int, int]) -> str:
-    return ",".join(map(str, cta))
 
 
 def _merged(events: Sequence[Event]) -> list[Event]:

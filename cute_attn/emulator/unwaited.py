@@ -8,7 +8,7 @@ because compilers tie registers to a wait by moves that may stand before it; any
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,16 +23,8 @@ if TYPE_CHECKING:
     from cute_attn.emulator.program import Block, Program
     from cute_attn.emulator.warp_batch import WarpBatch
 
-Call = tuple[Callable[..., None], tuple[int, ...]]
+Call = tuple[Callable[..., None], tuple[int, ...]]  # a function of this module, and the registers that it is about
 LOAD, WAIT, MOVE, OTHER = "tcgen05.ld", "tcgen05.wait::ld", "mov", ""
-
-
-@dataclass
-class Tests:
-    """Calls that the generated code makes before and after an instruction, with the registers that they are about."""
-
-    before: list[Call] = field(default_factory=list)
-    after: list[Call] = field(default_factory=list)
 
 
 @dataclass
@@ -53,8 +45,10 @@ class _Effect:
         return 0 if self.kind == WAIT else unwaited & ~self.writes
 
 
-def find(program: Program) -> dict[int, Tests]:
-    """Tests by id of the instruction; none in a kernel that waits for all loads before it uses their registers."""
+def find(program: Program) -> dict[int, list[Call]]:
+    """Calls that the generated code makes at an instruction, by its id: `refuse` before it, the others behind it. A
+    kernel that waits for all loads before it uses their registers has none.
+    """
     insts = [inst for block in program.blocks for inst, _, _ in block.insts]
     loads = [inst for inst in insts if inst.op.startswith(LOAD)]
     if not loads:
@@ -62,30 +56,29 @@ def find(program: Program) -> dict[int, Tests]:
     relevant = _closure(loads, [inst for inst in insts if inst.op.startswith(MOVE)])
     effects = [list(_effects(program, block, relevant)) for block in program.blocks]
     entry = _flow(program, effects)
-    found: dict[int, Tests] = {}
+    found: dict[int, list[Call]] = {}
     for at_start, block_effects in zip(entry, effects, strict=True):
         unwaited = at_start
         for effect in block_effects:
-            found[id(effect.inst)] = _tests(effect, unwaited)
+            found[id(effect.inst)] = list(_calls(effect, unwaited))
             unwaited = effect.after(unwaited)
-    early = any(function is refuse for tests in found.values() for function, _ in tests.before)
-    return {key: tests for key, tests in found.items() if tests.before or tests.after} if early else {}
+    early = any(function is refuse for calls in found.values() for function, _ in calls)
+    return {key: calls for key, calls in found.items() if calls} if early else {}
 
 
-def _tests(effect: _Effect, unwaited: int) -> Tests:
-    tests, early = Tests(), effect.reads & unwaited
+def _calls(effect: _Effect, unwaited: int) -> Iterator[Call]:
+    early, stale = effect.reads & unwaited, effect.writes & unwaited
     if effect.kind == WAIT:
-        tests.after.append((wait, ()))
+        yield wait, ()
     elif effect.kind == MOVE and early:
-        tests.after += [(move, (target, *_only(early))) for target in _only(effect.writes)]
+        yield from ((move, (target, *_only(early))) for target in _only(effect.writes))
     else:
         if early:
-            tests.before.append((refuse, _only(early)))
+            yield refuse, _only(early)
         if effect.kind == LOAD:
-            tests.after.append((mark, _only(effect.writes)))
-        elif effect.writes & unwaited:
-            tests.after.append((overwrite, _only(effect.writes & unwaited)))
-    return tests
+            yield mark, _only(effect.writes)
+        elif stale:
+            yield overwrite, _only(stale)
 
 
 def _flow(program: Program, effects: list[list[_Effect]]) -> list[int]:
@@ -106,9 +99,7 @@ def _flow(program: Program, effects: list[list[_Effect]]) -> list[int]:
 
 def _closure(loads: Sequence[Inst], moves: Sequence[Inst]) -> int:
     """The registers that loads write, and those that moves copy them to."""
-    found = 0
-    for inst in loads:
-        found |= _loaded(inst)
+    found = _registers(*(inst.operands[0] for inst in loads))
     pairs = [(_registers(inst.operands[0]), _registers(inst.operands[1])) for inst in moves]
     size = -1
     while size != found:
@@ -119,24 +110,19 @@ def _closure(loads: Sequence[Inst], moves: Sequence[Inst]) -> int:
     return found
 
 
-def _loaded(inst: Inst) -> int:
-    """Registers that a tcgen05.ld writes: the second operand of one with a reduction is its result."""
-    return _registers(inst.operands[0]) | (_registers(inst.operands[1]) if ".red." in inst.op else 0)
-
-
-def _registers(operand: Operand) -> int:
-    if isinstance(operand, Reg):
-        return 1 << operand.index
-    if isinstance(operand, Vec):
-        mask = 0
-        for item in operand.items:
-            mask |= _registers(item)
-        return mask
-    if isinstance(operand, Pair):
-        return _registers(operand.first) | _registers(operand.second)
-    if isinstance(operand, Addr):
-        return _registers(operand.base)
-    return _registers(operand.operand) if isinstance(operand, Not) else 0
+def _registers(*operands: Operand) -> int:
+    """The registers that operands mention."""
+    mask = 0
+    for x in operands:
+        if isinstance(x, Reg):
+            mask |= 1 << x.index
+        elif isinstance(x, Vec):
+            mask |= _registers(*x.items)
+        elif isinstance(x, Pair):
+            mask |= _registers(x.first, x.second)
+        elif isinstance(x, Addr | Not):
+            mask |= _registers(x.base if isinstance(x, Addr) else x.operand)
+    return mask
 
 
 def _only(mask: int) -> tuple[int, ...]:
@@ -165,12 +151,9 @@ def _effects(program: Program, block: Block, relevant: int) -> Iterator[_Effect]
     """Effects of a block's instructions on the relevant registers."""
     for inst, entry, choices in block.insts:
         kind = next((k for k in (LOAD, WAIT, MOVE) if inst.op.startswith(k)), OTHER)
-        mentioned = 0
-        for operand in inst.operands:
-            mentioned |= _registers(operand)
         if kind == WAIT:
             yield _Effect(inst, kind, 0, 0)
-        elif mentioned & relevant:
+        elif _registers(*inst.operands) & relevant:
             reads, writes = _trace(program, inst, entry, choices)
             yield _Effect(inst, kind, reads & relevant, writes & relevant)
 

@@ -34,14 +34,13 @@ class Split(Exception):
 
 
 class Wait:
-    """Condition that a batch waits for. `ready` is polled; `what` appears in the deadlock report."""
+    """Condition that a batch waits for: that `done` is set, or what `ready` says. `what` is for the deadlock report."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.done = False
+    def __init__(self, what: str, ready: Callable[[], bool] | None = None) -> None:
+        self.what, self.done, self._ready = what, False, ready
 
     def ready(self) -> bool:
-        return self.done
+        return self.done if self._ready is None else self._ready()
 
 
 def span(positions: Array) -> Any:
@@ -63,7 +62,7 @@ class WarpBatch:
         self.passed = ""  # the barrier whose test succeeded last
         self.spin_since: float | None = None  # virtual time of the first of the tests that failed in a row
         self.turns: dict[int, int] = {}
-        self.wgmma_groups: list[list[Any]] = []  # committed groups, oldest first; the last is open
+        self.wgmma_groups: list[list[Any]] = [[]]  # committed groups, oldest first; the last is open
         self.wgmma_fenced: list[Any] | None = None  # registers at the last wgmma.fence
         self.wgmma_fenced_ids: set[int] | None = None
         self.unwaited: dict[int, Array] = {}  # lanes that have not waited for a tcgen05.ld, by register
@@ -144,12 +143,9 @@ class WarpBatch:
             found = self._special[name] = value
         return found
 
-    def begin_op(self, position: int, what: str, generic: bool = False) -> Op | None:
-        """Begin an asynchronous operation of the warp at `position` in the batch; None when checks are off."""
-        clocks = self.cta.clocks
-        if clocks is None:
-            return None
-        return clocks.begin(int(self.agents[position]), f"{what} of warp {self.warps[position]}", generic)
+    def begin_op(self, position: int, what: str, generic: bool = False) -> Op:
+        """Begin an asynchronous operation of the warp at `position` in the batch."""
+        return self.cta.clocks.begin(int(self.agents[position]), f"{what} of warp {self.warps[position]}", generic)
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -245,12 +241,12 @@ class WarpBatch:
 
     def _follow_masked(self, following: Any, mask: Array) -> None:
         assert self.pcs is not None
-        if type(following) is int:
-            target: Any = following
-        else:
-            taken, yes, no = following
-            target = np.where(taken, yes, no)
-        self.pcs = pcs = np.where(mask, target, self.pcs)
+        target = following if type(following) is int else np.where(*following)
+        self._place_lanes(np.where(mask, target, self.pcs))
+
+    def _place_lanes(self, pcs: Array) -> None:
+        """Note the block of each lane: one for all of them if they are together."""
+        self.pcs = pcs
         alive = pcs[pcs != EXIT]
         if len(alive) == 0:
             self.finished = True
@@ -288,13 +284,7 @@ class WarpBatch:
         piece.pc = self.pc
         piece.unwaited = {register: waiting[lanes] for register, waiting in self.unwaited.items()}
         if self.pcs is not None:
-            pcs = self.pcs[lanes]
-            alive = pcs[pcs != EXIT]
-            piece.finished = len(alive) == 0
-            if len(alive) == len(pcs) and not some(alive != alive[0]):
-                piece.pc = int(alive[0])
-            else:
-                piece.pcs = pcs
+            piece._place_lanes(self.pcs[lanes])
         return piece
 
     def _locate(self, err: EmulatorError) -> None:

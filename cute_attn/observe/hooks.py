@@ -53,7 +53,7 @@ class Call(NamedTuple):
         return self.function if self.owner is None else f"{self.owner.__name__}.{self.function}"
 
 
-Place = Callable[[tuple[Any, ...]], tuple[str, type | None]]  # from arguments to the module and owner of a call
+Place = Callable[[tuple[Any, ...]], tuple[str, type | None, str]]  # from arguments to the first fields of a call
 Observer = Callable[[Call, Callable[[], Any]], Any]  # runs the second argument, and returns what it returns
 
 
@@ -81,16 +81,19 @@ def install(observers: Sequence[Observer]) -> None:
         return
     names = list(public_names())
     classes = {member: module for module, _, member in names if inspect.isclass(member)}
-    places: list[tuple[Callable[..., Any], Place, str]] = []  # of every function: module and owner of a call, and name
-    for module, name, member in names:
-        if not inspect.isclass(member):
-            places.append((member, functools.partial(_module, module), name))
+    functions = [(module, name, member) for module, name, member in names if not inspect.isclass(member)]
     methods = [(cls, name, method) for cls in classes for name, method in _methods(cls, set(classes))]
-    places += [(method, functools.partial(_owner, classes), name) for _, name, method in methods]
-    observed = {id(function): _observed(function, observers, place, name) for function, place, name in places}
+    places: list[tuple[Callable[..., Any], Place]] = [
+        *((function, functools.partial(_of_module, module, name)) for module, name, function in functions),
+        *((method, functools.partial(_of_class, classes, name)) for _, name, method in methods),
+    ]
+    observed = {id(function): _observed(function, observers, place) for function, place in places}
     for cls, name, method in methods:
-        setattr(cls, name, _observed(method, observers, functools.partial(_owner, classes), name))
-    _replace_functions(observed)
+        setattr(cls, name, observed[id(method)])
+    for module in (cute_attn.exports, *MODULES.values()):  # where the originals are
+        for name, member in list(vars(module).items()):
+            if not inspect.isclass(member) and id(member) in observed:
+                setattr(module, name, observed[id(member)])
     _replace_operators(observers, places)
 
 
@@ -104,24 +107,22 @@ def _methods(cls: type, public: set[type]) -> Iterator[tuple[str, Callable[..., 
             yield name, method
 
 
-def _module(module: str, args: tuple[Any, ...]) -> tuple[str, None]:
-    return module, None
+def _of_module(module: str, name: str, args: tuple[Any, ...]) -> tuple[str, None, str]:
+    return module, None, name
 
 
-def _owner(classes: dict[type, str], args: tuple[Any, ...]) -> tuple[str, type]:
-    """Returns the public class of a wrapper (users may derive from it), and its module."""
+def _of_class(classes: dict[type, str], name: str, args: tuple[Any, ...]) -> tuple[str, type, str]:
+    """Returns the public class of a wrapper (users may derive from it), after its module."""
     owner = next(cls for cls in type(args[0]).__mro__ if cls in classes)
-    return classes[owner], owner
+    return classes[owner], owner, name
 
 
-def _observed(
-    function: Callable[..., Any], observers: Sequence[Observer], place: Place, name: str
-) -> Callable[..., Any]:
+def _observed(function: Callable[..., Any], observers: Sequence[Observer], place: Place) -> Callable[..., Any]:
     @functools.wraps(function)
     def observed(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling() or _depth.inside:
             return function(*args, **kwargs)
-        call = Call(*place(args), name, args, kwargs, function)
+        call = Call(*place(args), args, kwargs, function)
         proceed = functools.partial(function, *args, **kwargs)
         for observer in observers:
             proceed = functools.partial(observer, call, proceed)
@@ -134,25 +135,16 @@ def _observed(
     return observed
 
 
-def _replace_functions(observed: dict[int, Callable[..., Any]]) -> None:
-    """Puts observed functions where the originals are: in the public modules."""
-    for module in (cute_attn.exports, *MODULES.values()):
-        for name, member in list(vars(module).items()):
-            if not inspect.isclass(member) and id(member) in observed:
-                setattr(module, name, observed[id(member)])
-
-
-def _replace_operators(observers: Sequence[Observer], places: Sequence[tuple[Callable[..., Any], Place, str]]) -> None:
+def _replace_operators(observers: Sequence[Observer], places: Sequence[tuple[Callable[..., Any], Place]]) -> None:
     """Observes what the operators of torch.compile run: public functions, some without their outer decorators."""
-    public = {id(function) for function, _, _ in places}
-    inner: dict[int, tuple[Place, str]] = {}
-    for function, place, name in places:
+    public = {id(function) for function, _ in places}
+    inner: dict[int, Place] = {}
+    for function, place in places:
         layer: Callable[..., Any] | None = function
         while layer is function or (layer is not None and id(layer) not in public):
-            inner.setdefault(id(layer), (place, name))
+            inner.setdefault(id(layer), place)
             layer = getattr(layer, "__wrapped__", None)
     for operator, declaration in declare.DECLARED.items():
         if id(declaration.function) in inner:
-            place, name = inner[id(declaration.function)]
-            function = _observed(declaration.function, observers, place, name)
+            function = _observed(declaration.function, observers, inner[id(declaration.function)])
             declare.DECLARED[operator] = declaration._replace(function=function)

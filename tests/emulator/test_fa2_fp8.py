@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from cute_attn import single_prefill_with_kv_cache
-from cute_attn.emulator import Schedule, narrow_sums, program, using
+from cute_attn.emulator import Schedule, narrow_sums, using
 from cute_attn.emulator.isa import mma
 from cute_attn.emulator.warp_batch import WarpBatch
 from tests.support import fp8_case
@@ -59,28 +57,19 @@ def test_many_tiles(case: Fp8Case) -> None:
     assert families(emulate(case, ARCH, sms=1))[0] == "fa2"
 
 
-@pytest.fixture
-def translated_anew() -> Iterator[None]:
-    """Translates kernels for this test, and again for those after it."""
-    program.program.cache_clear()
-    yield
-    program.program.cache_clear()
-
-
-@pytest.mark.usefixtures("translated_anew")
 def test_sums_of_14_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """What these chips' sums of fp8 products lose is not known; with as few bits as Hopper's, the bounds hold."""
 
-    def multiply_add(w: WarpBatch, mask: Any, how: Any, a: Any, b: Any, c: Any) -> np.ndarray:
-        left, right, warps = mma.a_matrix(w, a, how[0]), mma._b_matrix(w, b, how[1]), len(w.warps)
-        old = mma._stack(w, c).reshape(2, 2, warps, 8, 4).transpose(2, 0, 3, 4, 1).reshape(warps, 16, 8)
-        sums = [narrow_sums.multiply_add(left[i : i + 1], right[i], old[i : i + 1]) for i in range(warps)]
+    def multiply_add(w: WarpBatch, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        warps = len(w.warps)
+        old = c.reshape(2, 2, warps, 8, 4).transpose(2, 0, 3, 4, 1).reshape(warps, 16, 8)
+        sums = [narrow_sums.multiply_add(a[i : i + 1], b[i], old[i : i + 1]) for i in range(warps)]
         calls.append(warps)
         found: np.ndarray = np.concatenate(sums).reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, w.size)
         return found
 
     calls: list[int] = []
-    monkeypatch.setattr(mma, "_mma", multiply_add)
+    monkeypatch.setattr(mma, "_multiply_add", multiply_add)
     emulate(LONG[0], ARCH, sms=1)
     assert calls
 

@@ -67,13 +67,13 @@ def test_a_timeline_names_roles_and_barriers(tmp_path: Path) -> None:
 
 
 def test_roles_follow_from_instructions() -> None:
-    def ran(warp: int, *tasks: str) -> timeline.Event:
-        return timeline.Event((0, 0, 0), (warp,), 0.0, 1.0, "other", "", 1, frozenset(tasks))
+    def ran(warp: int, *executed: str) -> timeline.Event:
+        return timeline.Event((0, 0, 0), (warp,), 0.0, 1.0, "other", "", 1, frozenset(executed))
 
-    events = [ran(0, "loads"), ran(3, "products"), ran(4, "exponentials"), ran(8, "exponentials"), ran(12, "stores")]
+    events = [ran(0, "producer"), ran(3, "MMA"), ran(4, "softmax"), ran(8, "softmax"), ran(12, "epilogue")]
     found = timeline.roles([*events, ran(1)])
     assert found == {0: "producer", 1: "idle", 3: "MMA", 4: "softmax 0", 8: "softmax 1", 12: "epilogue"}
-    assert timeline.roles([ran(5, "loads", "warp products"), ran(7, "warp products")]) == {
+    assert timeline.roles([ran(5, "producer", "math warp"), ran(7, "math warp")]) == {
         5: "math warp 0",
         7: "math warp 1",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -11,8 +12,9 @@ from cute_attn.emulator.dtypes import Array, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.isa import floats
-from cute_attn.emulator.isa.registry import computed, form
-from cute_attn.emulator.ptx import Inst, Pair
+from cute_attn.emulator.isa.registry import called, computed, form
+from cute_attn.emulator.ptx import Inst
+from cute_attn.emulator.warp_batch import WarpBatch
 
 _WIDER = {"u2": "u4", "i2": "i4", "u4": "u8", "i4": "i8"}
 _SIGN = {"add": "+", "sub": "-", "mul": "*"}
@@ -22,16 +24,11 @@ _INTS, _SIGNED, _FLOATS = "{.u16|.s16|.u32|.s32|.u64|.s64}", "{.s16|.s32|.s64}",
 # --- integers ---------------------------------------------------------------------------------------------------------
 
 
-@form("mul.wide{.u16|.s16|.u32|.s32}", golden="integer")
-def mul_wide(e: Emitter, inst: Inst, kind: str) -> None:
+@form("{mul|mad}.wide{.u16|.s16|.u32|.s32}", golden="integer")
+def wide(e: Emitter, inst: Inst, op: str, kind: str) -> None:
     t, wide = tag(kind), _WIDER[tag(kind)]
-    e.compute(inst, f"{{0}}.astype({wide}) * {{1}}", wide, t, t)
-
-
-@form("mad.wide{.u16|.s16|.u32|.s32}", golden="integer")
-def mad_wide(e: Emitter, inst: Inst, kind: str) -> None:
-    t, wide = tag(kind), _WIDER[tag(kind)]
-    e.compute(inst, f"{{0}}.astype({wide}) * {{1}} + {{2}}", wide, t, t, wide)
+    product = f"{{0}}.astype({wide}) * {{1}}"
+    e.compute(inst, *((product, wide, t, t) if op == "mul" else (f"{product} + {{2}}", wide, t, t, wide)))
 
 
 @form("mul.hi{.u16|.s16}")
@@ -98,51 +95,99 @@ computed(
 
 # --- floats -----------------------------------------------------------------------------------------------------------
 
+_PACKED = "{.f16x2|.bf16x2}"
 
-def _flushed(e: Emitter, ftz: str, text: str) -> str:
+
+def _flushed(e: Emitter, ftz: bool, text: str) -> str:
     return f"{e.bind(floats.flush, 'flush')}({text})" if ftz else text
 
 
-@form(
-    "{add|sub}{|.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.f32",
-    "{mul}{|.rn|.rz}{|.ftz}{|.sat}.f32",
-    "{fma}{.rn}{|.ftz}{|.sat}.f32",
-    golden="float32",
-)
-def float32(e: Emitter, inst: Inst, op: str, mode: str, ftz: str, sat: str) -> None:
+def _modified(e: Emitter, inst: Inst, function: str | Callable[..., Array]) -> None:
+    """Compute a function of floats with the modifiers of its opcode: .ftz is for operands and result. Packed floats are
+    computed in float32, then rounded: to round twice is harmless, as 24 bits are at least 2 * 11 + 2.
+    """
     d, *sources = inst.operands
-    values = [_flushed(e, ftz, e.get(x, "f4")) for x in sources]
-    if op in _SIGN and mode in ("", ".rn"):
-        text = f" {_SIGN[op]} ".join(values)
-    else:
-        text = f"{e.bind(floats.ROUNDED[op], op)}({', '.join(values)}, {mode[1:]!r})"
-    text = _flushed(e, ftz, text)
-    e.set(d, "f4", f"{e.bind(_saturate, 'saturate')}({text})" if sat else text)
+    modifiers = inst.op.split(".")
+    kind, ftz = modifiers[-1], "ftz" in modifiers
+    values = [e.get(x, tag(kind)) for x in sources]
+    if packed := kind in ("f16x2", "bf16x2"):
+        values = [f"{e.bind(floats.halves, 'halves')}({value}, '.{kind}')" for value in values]
+    text = _flushed(e, ftz, e.expression(inst, function, [_flushed(e, ftz, value) for value in values]))
+    if "sat" in modifiers:
+        text = f"{e.bind(_saturate, 'saturate')}({text})"
+    if "relu" in modifiers:
+        text = f"np.maximum({text}, f4.type(0))"
+    e.set(d, tag(kind), f"{e.bind(floats.packed, 'packed')}({text}, '.{kind}')" if packed else text)
+
+
+_floats = functools.partial(computed, compute=_modified)
 
 
 def _saturate(x: Array) -> Array:
     return np.where(x > 0, np.minimum(x, np.float32(1)), np.float32(0))  # NaN and -0 become +0
 
 
-@form(
-    "{add|sub|mul}{|.rn|.rz|.rm|.rp}{|.ftz}.f32x2",
-    "{fma}{.rn|.rz|.rm|.rp}{|.ftz}.f32x2",
-    since=100,
-    conformance="unverified",
+def _fma_half(a: Array, b: Array, c: Array) -> Array:
+    """Compute in float64 and round to odd in float32, so that only the final rounding to 16 bits decides."""
+    x, y = a.astype(np.float64) * b, c.astype(np.float64)
+    total = floats._to_odd(x + y, x, y)
+    near = total.astype(np.float32)
+    bits = near.view(np.int32)
+    inexact = (near.astype(np.float64) != total) & ((bits & 1) == 0)
+    outward = np.abs(total) > np.abs(near.astype(np.float64))
+    result: Array = np.where(inexact, bits + np.where(outward, 1, -1), bits).astype(np.int32).view(np.float32)
+    return result
+
+
+_floats(
+    {f"{op}{{|.rn}}{{|.ftz}}{{|.sat}}.f32": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items()}
+    | {
+        f"{op}.{mode}{{|.ftz}}{{|.sat}}.f32": functools.partial(floats.ROUNDED[op], mode=mode)
+        for op, modes in {"add": ("rz", "rm", "rp"), "sub": ("rz", "rm", "rp"), "mul": ("rz",), "fma": ("rn",)}.items()
+        for mode in modes
+    }
+    | {f"{op}{{|.ftz}}{nan}.f32": floats.EXTREMES[op + nan] for op in ("min", "max") for nan in ("", ".NaN")}
+    | {"neg{|.ftz}{.f32|.f64}": "-{0}", "abs{|.ftz}{.f32|.f64}": "np.abs({0})"}
+    | {"div.rn{|.ftz}{.f32|.f64}": "{0} / {1}", "rcp.rn{|.ftz}{.f32|.f64}": "np.reciprocal({0})"}
+    | {"sqrt.rn{|.ftz}{.f32|.f64}": "np.sqrt({0})", f"copysign{_FLOATS}": "np.copysign({1}, {0})"},
+    golden="float32",
 )
-def float32_pairs(e: Emitter, inst: Inst, op: str, mode: str, ftz: str) -> None:
-    if op == "fma" and mode != ".rn":
-        raise PtxError(f"{inst.op}: only .rn is supported")
-    e.compute(inst, functools.partial(_pairwise, floats.ROUNDED[op], mode[1:] or "rn", bool(ftz)))
+_floats(
+    {f"{op}{{|.rn}}.f64": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items()}
+    | {f"{op}.f64": floats.EXTREMES[op] for op in ("min", "max")},
+    golden="float64",
+)
+_floats(
+    {f"{op}{{|.rn}}{_PACKED}": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items()}
+    | {f"{op}{nan}{_PACKED}": floats.EXTREMES[op + nan] for op in ("min", "max") for nan in ("", ".NaN")}
+    | {f"fma.rn{{|.relu}}{_PACKED}": _fma_half},
+    golden="half2",
+)
+computed(
+    {f"neg{_PACKED}": "{0} ^ u4.type(0x80008000)", f"abs{_PACKED}": "{0} & u4.type(0x7FFF7FFF)"},
+    golden="half2",
+)
 
-
-def _pairwise(function: Callable[..., Array], mode: str, ftz: bool, *pairs: Array) -> Array:
-    rows = np.empty((len(pairs), max(map(len, pairs))), np.uint64)
-    for row, pair in zip(rows, pairs, strict=True):
-        row[:] = pair
-    singles = rows.view(np.float32)
-    found = function(*(floats.flush(singles) if ftz else singles), mode)
-    return np.ascontiguousarray(floats.flush(found) if ftz else found, np.float32).view(np.uint64)
+# The .approx functions are correctly rounded here. Hardware results differ within the ulp bounds of the ISA.
+_floats(
+    {
+        "ex2.approx{|.ftz}.f32": "np.exp2({0})",
+        "lg2.approx{|.ftz}.f32": "np.log2({0})",
+        "tanh.approx{|.ftz}.f32": "np.tanh({0})",
+        "sqrt.approx{|.ftz}.f32": "np.sqrt({0})",
+        "sin.approx{|.ftz}.f32": "np.sin({0}.astype(f8)).astype(f4)",
+        "cos.approx{|.ftz}.f32": "np.cos({0}.astype(f8)).astype(f4)",
+        "rcp.approx{|.ftz}.f32": "np.reciprocal({0})",
+        "rsqrt.approx{|.ftz}.f32": "(1.0 / np.sqrt({0}.astype(f8))).astype(f4)",
+        "div{.approx|.full}{|.ftz}.f32": "{0} / {1}",
+    },
+    conformance="approx",
+    golden="approx",
+)
+_floats(
+    {"ex2.approx{.f16x2|.ftz.bf16x2}": "np.exp2({0})", f"tanh.approx{_PACKED}": "np.tanh({0})"},
+    conformance="approx",
+)
 
 
 def _fma64(a: Array, b: Array, c: Array) -> Array:
@@ -152,94 +197,31 @@ def _fma64(a: Array, b: Array, c: Array) -> Array:
 
 
 computed({"fma.rn.f64": _fma64}, conformance="approx")
-computed(
-    {f"{op}{{|.rn}}.f64": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items()}
-    | {f"{op}.f64": floats.EXTREMES[op] for op in ("min", "max")},
-    golden="float64",
-)
-computed({f"copysign{_FLOATS}": "np.copysign({1}, {0})"}, golden="float32")
 
 
-@form("{min|max}{|.ftz}{|.NaN}.f32", golden="float32")
-def extreme_f32(e: Emitter, inst: Inst, op: str, ftz: str, nan: str) -> None:
-    d, *sources = inst.operands
-    text = _flushed(e, ftz, e.get(sources[0], "f4"))
-    for source in sources[1:]:  # three inputs from sm_100 on
-        text = f"{e.bind(floats.EXTREMES[op + nan], op)}({text}, {_flushed(e, ftz, e.get(source, 'f4'))})"
-    e.set(d, "f4", text)
+_PAIRS: dict[str, Any] = {"results": ".", "since": 100, "conformance": "unverified"}
 
 
-@form("{neg|abs}{|.ftz}{.f32|.f64}", golden="float32")
-def sign(e: Emitter, inst: Inst, op: str, ftz: str, kind: str) -> None:
-    source = _flushed(e, ftz, e.get(inst.operands[1], tag(kind)))
-    e.set(inst.operands[0], tag(kind), f"-{source}" if op == "neg" else f"np.abs({source})")
-
-
-@form("{div|rcp|sqrt}.rn{|.ftz}{.f32|.f64}", golden="float32")
-def divide_float(e: Emitter, inst: Inst, op: str, ftz: str, kind: str) -> None:
-    t = tag(kind)
-    d, *sources = inst.operands
-    values = [_flushed(e, ftz, e.get(x, t)) for x in sources]
-    if op == "div":
-        text = f"{values[0]} / {values[1]}"
-    elif op == "rcp":
-        text = f"{e.constant(0x3F800000 if t == 'f4' else 0x3FF0000000000000, t)} / {values[0]}"
-    else:
-        text = f"np.sqrt({values[0]})"
-    e.set(d, t, _flushed(e, ftz, text))
-
-
-# --- packed 16-bit floats ---------------------------------------------------------------------------------------------
-
-
-def _packed(e: Emitter, inst: Inst, kind: str, compute: str) -> None:
-    widen, narrow = e.bind(floats.halves, "halves"), e.bind(floats.packed, "packed")
-    d, *sources = inst.operands
-    values = [f"{widen}({e.get(x, 'u4')}, {kind!r})" for x in sources]
-    e.set(d, "u4", f"{narrow}({compute.format(*values)}, {kind!r})")
-
-
-@form("{add|sub|mul}{|.rn}{.f16x2|.bf16x2}", golden="half2")
-def arithmetic_half2(e: Emitter, inst: Inst, op: str, mode: str, kind: str) -> None:
-    """Compute in float32, then round to 16 bits. Double rounding is harmless: 24 bits are at least 2 * 11 + 2."""
-    _packed(e, inst, kind, f"{{0}} {_SIGN[op]} {{1}}")
-
-
-@form("fma.rn{|.relu}{.f16x2|.bf16x2}", golden="half2")
-def fma_half2(e: Emitter, inst: Inst, relu: str, kind: str) -> None:
-    name = e.bind(_fma_half, "fma_half")
-    _packed(e, inst, kind, f"{name}({{0}}, {{1}}, {{2}}, {bool(relu)})")
-
-
-def _fma_half(a: Array, b: Array, c: Array, relu: bool) -> Array:
-    """Compute in float64 and round to odd in float32, so that only the final rounding to 16 bits decides."""
-    x, y = a.astype(np.float64) * b, c.astype(np.float64)
-    total = floats._to_odd(x + y, x, y)
-    near = total.astype(np.float32)
-    bits = near.view(np.int32)
-    inexact = (near.astype(np.float64) != total) & ((bits & 1) == 0)
-    outward = np.abs(total) > np.abs(near.astype(np.float64))
-    result: Array = np.where(inexact, bits + np.where(outward, 1, -1), bits).astype(np.int32).view(np.float32)
-    return np.maximum(result, np.float32(0)) if relu else result
-
-
-@form("{min|max}{|.NaN}{.f16x2|.bf16x2}", golden="half2")
-def extreme_half2(e: Emitter, inst: Inst, op: str, nan: str, kind: str) -> None:
-    _packed(e, inst, kind, f"{e.bind(floats.EXTREMES[op + nan], op)}({{0}}, {{1}})")
-
-
-@form("{neg|abs}{.f16x2|.bf16x2}", golden="half2")
-def sign_half2(e: Emitter, inst: Inst, op: str, kind: str) -> None:
-    source = e.get(inst.operands[1], "u4")
-    mask = e.constant(0x80008000 if op == "neg" else 0x7FFF7FFF, "u4")
-    e.set(inst.operands[0], "u4", f"{source} {'^' if op == 'neg' else '&'} {mask}")
+@called("{add|sub|mul}{|.rn|.rz|.rm|.rp}{|.ftz}.f32x2", operands="$0 $1 $2 . .", **_PAIRS)
+@called("{fma}{.rn|.rz|.rm|.rp}{|.ftz}.f32x2", operands="$0 $1 $2 . . .", **_PAIRS)
+def float32_pairs(w: WarpBatch, mask: Array | None, op: str, mode: str, ftz: str, *pairs: Array) -> Array:
+    if op == "fma" and mode != ".rn":
+        raise PtxError(f"{op}{mode}{ftz}.f32x2: only .rn is supported")
+    rows = np.empty((len(pairs), max(map(len, pairs))), np.uint64)
+    for row, pair in zip(rows, pairs, strict=True):
+        row[:] = pair
+    singles = rows.view(np.float32)
+    found = floats.ROUNDED[op](*(floats.flush(singles) if ftz else singles), mode[1:] or "rn")
+    return np.ascontiguousarray(floats.flush(found) if ftz else found, np.float32).view(np.uint64)
 
 
 # --- predicates -------------------------------------------------------------------------------------------------------
 
-_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_SIGNED_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _UNSIGNED_COMPARE = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
-_FLOAT_COMPARE = {name: f"{{0}} {sign} {{1}}" for name, sign in _COMPARE.items()} | {
+_COMPARE = {name: f"{{0}} {sign} {{1}}" for name, sign in (_SIGNED_COMPARE | _UNSIGNED_COMPARE).items()}
+_FLOAT_COMPARE = {
+    **_COMPARE,
     "ne": "({0} < {1}) | ({0} > {1})",  # false where one is NaN; those that end with "u" are true
     "equ": "~(({0} < {1}) | ({0} > {1}))",
     "neu": "{0} != {1}",
@@ -250,39 +232,22 @@ _FLOAT_COMPARE = {name: f"{{0}} {sign} {{1}}" for name, sign in _COMPARE.items()
     "num": "~(np.isnan({0}) | np.isnan({1}))",
     "nan": "(np.isnan({0}) | np.isnan({1}))",
 }
-
-
-def _assign(e: Emitter, inst: Inst, text: str, combine: str = "") -> None:
-    """Set `p` or `p|q` to a comparison, combined with operand c by a boolean operation if there is one."""
-    target = inst.operands[0]
-    if combine:
-        sign = {".and": "&", ".or": "|", ".xor": "^"}[combine]
-        third = e.get(inst.operands[3], "p")
-    first, second = (target.first, target.second) if isinstance(target, Pair) else (target, None)
-    e.line(f"c = {text}")
-    e.set(first, "p", f"c {sign} {third}" if combine else "c")
-    if second is not None:
-        e.set(second, "p", f"~c {sign} {third}" if combine else "~c")
+_COMBINE = {"": "", ".and": " & {}", ".or": " | {}", ".xor": " ^ {}"}
 
 
 @form(
-    "setp{.eq|.ne|.lt|.le|.gt|.ge|.lo|.ls|.hi|.hs}{|.and|.or|.xor}{.b16|.u16|.s16|.b32|.u32|.s32|.b64|.u64|.s64}",
-    golden="predicate",
-)
-def setp(e: Emitter, inst: Inst, compare: str, combine: str, kind: str) -> None:
-    sign = _COMPARE.get(compare[1:]) or _UNSIGNED_COMPARE[compare[1:]]
-    t = tag(kind)
-    _assign(e, inst, f"{e.get(inst.operands[1], t)} {sign} {e.get(inst.operands[2], t)}", combine)
-
-
-@form(
+    "setp{.eq|.ne|.lt|.le|.gt|.ge|.lo|.ls|.hi|.hs}{|.and|.or|.xor}{}{.b16|.u16|.s16|.b32|.u32|.s32|.b64|.u64|.s64}",
     "setp{.eq|.ne|.lt|.le|.gt|.ge|.equ|.neu|.ltu|.leu|.gtu|.geu|.num|.nan}{|.and|.or|.xor}{|.ftz}{.f32|.f64}",
     golden="predicate",
 )
-def setp_float(e: Emitter, inst: Inst, compare: str, combine: str, ftz: str, kind: str) -> None:
-    t = tag(kind)
-    a, b = (_flushed(e, ftz, e.get(x, t)) for x in inst.operands[1:3])
-    _assign(e, inst, _FLOAT_COMPARE[compare[1:]].format(a, b), combine)
+def setp(e: Emitter, inst: Inst, compare: str, combine: str, ftz: str, kind: str) -> None:
+    """Set `p` or `p|q` to a comparison, combined with operand c by a boolean operation if there is one."""
+    target, a, b, *c = inst.operands
+    pattern = (_FLOAT_COMPARE if kind[1] == "f" else _COMPARE)[compare[1:]]
+    with_c = _COMBINE[combine].format(*(e.get(x, "p") for x in c))
+    e.line(f"c = {pattern.format(*(_flushed(e, bool(ftz), e.get(x, tag(kind))) for x in (a, b)))}")
+    for item, text in zip(e.items(target), ("c", "~c"), strict=False):
+        e.set(item, "p", text + with_c)
 
 
 @form("selp{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}", golden="predicate")

@@ -68,22 +68,16 @@ def _atomic(
 ) -> Array:  # type: ignore[type-arg]
     update, dtype, sem, space = how
     width = dtype.itemsize
-    old = np.zeros(w.size, dtype)
-    at = w.full(address)
-    operands = [w.full(v) for v in values]
+    old, at, operands = np.zeros(w.size, dtype), w.full(address), [w.full(v) for v in values]
     shared = space.startswith(".shared")
-    if not shared and sem in (".release", ".acq_rel"):
-        order.publish(w, mask, address, release=True)
-    elif not shared:
-        order.publish(w, mask, address, release=False)
+    if not shared:
+        access.check_aligned(at[w.lanes(mask)], width, "atom")
+        order.publish(w, mask, address, release=sem in (".release", ".acq_rel"))
     for lane in w.lanes(mask):
-        one = np.zeros(w.size, np.bool_)
-        one[lane] = True
         if shared:
-            cluster = space == ".shared::cluster"
-            row = _shared_word(w, int(at[lane]), width, cluster)
+            row = _shared_word(w, int(at[lane]), width, space == ".shared::cluster")
         else:
-            row = access.load_global(w, one, at, width, "atom", strong=True)[lane]
+            row = access.read_global(w.cta, at[lane : lane + 1], width, None, "atom")[0]
         before = row.view(dtype)
         if update is None:
             after = np.where(before == operands[0][lane], operands[1][lane], before).astype(dtype)
@@ -93,9 +87,7 @@ def _atomic(
         if shared:
             row[:] = after.view(np.uint8)
         else:
-            rows = np.zeros((w.size, width), np.uint8)
-            rows[lane] = after.view(np.uint8)
-            access.store_global(w, one, at, rows, "atom", strong=True)
+            access.write_global(w.cta, at[lane : lane + 1], after.view(np.uint8)[None], None, "atom")
     if not shared:
         order.observe(w, mask, address, acquire=sem in (".acquire", ".acq_rel"))
     return old
@@ -103,8 +95,5 @@ def _atomic(
 
 def _shared_word(w: WarpBatch, address: int, width: int, cluster: bool) -> Array:
     """View of a shared word. Atomics on shared memory are unordered with one another and are not checked for races."""
-    (memory, _), *_ = access.shared_of(w, np.array([address], np.uint32), "atom", cluster)
-    offset = access.offsets_of(np.array([address], np.uint32))
-    memory.check(offset, width, "atom")
-    start = int(offset[0])
-    return memory.bytes.data[start : start + width]
+    memory, (offset,) = access.shared_at(w, np.array([address], np.uint32), width, "atom", cluster)
+    return memory.bytes.data[offset : offset + width]

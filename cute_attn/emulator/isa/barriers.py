@@ -30,7 +30,7 @@ class Meeting:
     def __init__(self, cluster: Cluster, expected: int, what: str) -> None:
         self.cluster, self.expected, self.what = cluster, expected, what
         self.arrived = 0
-        self.clock = None if cluster.clocks is None else cluster.clocks.zero()
+        self.clock = cluster.clocks.zero()
         self.time = 0.0
         self.agents: list[Array] = []
         self.waiting: list[tuple[Wait, Array]] = []
@@ -41,13 +41,11 @@ class Meeting:
         self.arrived += len(agents)
         self.agents.append(agents)
         clocks = self.cluster.clocks
-        if clocks is not None:
-            assert self.clock is not None
-            np.maximum(self.clock, clocks.release(agents), out=self.clock)
-            self.time = max(self.time, float(clocks.time[agents].max()))
+        np.maximum(self.clock, clocks.release(agents), out=self.clock)
+        self.time = max(self.time, float(clocks.time[agents].max()))
 
-    def wait(self, agents: Array) -> Wait:
-        waiting = Wait(self.what)
+    def wait(self, agents: Array, ready: Callable[[], bool] | None = None) -> Wait:
+        waiting = Wait(self.what, ready)
         self.waiting.append((waiting, agents))
         return waiting
 
@@ -59,30 +57,25 @@ class Meeting:
         self.some = any(vote for vote, _ in self.votes)
         self.every = all(vote for _, vote in self.votes)
         clocks = self.cluster.clocks
-        if clocks is not None:
-            assert self.clock is not None
-            order.share(self.cluster, np.concatenate(self.agents))
+        order.share(self.cluster, np.concatenate(self.agents))
         for waiting, agents in self.waiting:
             waiting.done = True
-            if clocks is not None:
-                assert self.clock is not None
-                clocks.acquire(agents, self.clock)
-                clocks.time[agents] = np.maximum(clocks.time[agents], self.time)
+            clocks.acquire(agents, self.clock)
+            clocks.time[agents] = np.maximum(clocks.time[agents], self.time)
 
 
-@form(
-    "{bar|barrier}{|.cta}{.sync|.arrive}{|.aligned}", solo=True, converges=True, conformance="order", golden="barriers"
+@called(
+    "{bar|barrier}{|.cta}{.sync|.arrive}{|.aligned}",
+    operands="$2 u4 u4=None",
+    solo=True,
+    converges=True,
+    conformance="order",
+    golden="barriers",
 )
-def bar(e: Emitter, inst: Inst, word: str, cta: str, how: str, aligned: str) -> None:
-    number, *count = inst.operands
-    threads = e.get(count[0], "u4") if count else "None"
-    e.call(_bar, [e.get(number, "u4"), threads, str(how == ".sync")])
-
-
-def _bar(w: WarpBatch, mask: Array | None, number: Array, threads: Array | None, waits: bool) -> None:
+def bar(w: WarpBatch, mask: Array | None, how: str, number: Array, threads: Array | None) -> None:
     index, meeting, agents = _meeting(w, mask, number, threads)
     meeting.arrive(agents)
-    if waits:
+    if how == ".sync":
         w.wait = meeting.wait(agents)
     _finish(w.cta, index, meeting)
 
@@ -97,22 +90,6 @@ def bar_red(e: Emitter, inst: Inst, *choices: str) -> None:
     e.call(_bar_red, arguments)
 
 
-class Verdict(Wait):
-    """Wait of a reducing barrier. When it ends, the reduction is written to a predicate of the waiting batch."""
-
-    def __init__(self, w: WarpBatch, mask: Array | None, meeting: Meeting, any_of: bool, index: int) -> None:
-        super().__init__(meeting.what)
-        self.batch, self.mask, self.meeting, self.any_of, self.index = w, mask, meeting, any_of, index
-
-    def ready(self) -> bool:
-        if self.done:
-            value = np.array([self.meeting.some if self.any_of else self.meeting.every])
-            registers = self.batch.R
-            kept = value if self.mask is None else np.where(self.mask, value, registers[self.index])
-            registers[self.index] = kept
-        return self.done
-
-
 def _bar_red(
     w: WarpBatch, mask: Array | None, number: Array, threads: Array | None, p: Array, any_of: bool, index: int
 ) -> None:
@@ -120,8 +97,15 @@ def _bar_red(
     said = w.full(p)[w.lanes(mask)]
     meeting.votes.append((bool(said.any()), bool(said.all())))
     meeting.arrive(agents)
-    w.wait = verdict = Verdict(w, mask, meeting, any_of, index)
-    meeting.waiting.append((verdict, agents))
+
+    def settled() -> bool:
+        """Write the reduction to the predicate of the batch, which waits."""
+        if verdict.done:
+            value = np.array([meeting.some if any_of else meeting.every])
+            w.R[index] = value if mask is None else np.where(mask, value, w.R[index])
+        return verdict.done
+
+    w.wait = verdict = meeting.wait(agents, settled)
     _finish(w.cta, name, meeting)
 
 
@@ -160,8 +144,7 @@ def on_clocks(change: Callable[[Clocks, Array], None]) -> Callable[[WarpBatch, A
     """What changes the clocks of the warps that have active lanes."""
 
     def changed(w: WarpBatch, mask: Array | None) -> None:
-        if w.cta.clocks is not None:
-            change(w.cta.clocks, w.active_agents(mask))
+        change(w.cta.clocks, w.active_agents(mask))
 
     return changed
 
@@ -171,16 +154,10 @@ called("fence.proxy.async{|.shared::cta|.shared::cluster|.global}", **_HOPPER)(o
 called("griddepcontrol.wait", **_HOPPER)(on_clocks(Clocks.grid_wait))
 
 
-@form(
+called(
     "fence{.sc|.acq_rel}{.cta|.cluster|.gpu|.sys}",
-    "membar{.cta|.gl|.sys}",
+    "membar{}{.cta|.gl|.sys}",
     "fence{.acquire|.release}.sync_restrict::shared{::cluster|::cta}.cluster",
+    operands="$1",
     conformance="order",
-)
-def fence(e: Emitter, inst: Inst, *choices: str) -> None:
-    e.call(order.fence, [str(choices[-1] in (".gpu", ".sys", ".gl"))])
-
-
-@form("griddepcontrol.launch_dependents", **_HOPPER)
-def grid_launch(e: Emitter, inst: Inst) -> None:
-    """Emit nothing: race checks always assume that the next launch begins at once."""
+)(order.fence)

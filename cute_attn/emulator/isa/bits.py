@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from cute_attn.emulator.dtypes import WIDTH, Array, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.isa import floats
-from cute_attn.emulator.isa.registry import computed, form
+from cute_attn.emulator.isa.registry import called, computed, form
 from cute_attn.emulator.ptx import Imm, Inst, Reg, Sym, Vec
+from cute_attn.emulator.warp_batch import WarpBatch
 
 
 @form("mov.b128", since=70)
@@ -62,26 +61,17 @@ def _shift_right(x: Array, count: Array) -> Array:
     return shifted if x.dtype.kind == "i" else np.where(count < bits, shifted, x.dtype.type(0))
 
 
-@form("shf{.l|.r}{.wrap|.clamp}.b32", golden="bits")
-def funnel(e: Emitter, inst: Inst, side: str, mode: str) -> None:
-    e.compute(inst, functools.partial(_funnel, side == ".l", mode == ".wrap"))
-
-
-def _funnel(left: bool, wrap: bool, low: Array, high: Array, count: Array) -> Array:
+@called("shf{.l|.r}{.wrap|.clamp}.b32", operands="$0 $1 . . .", results=".", golden="bits")
+def funnel(w: WarpBatch, mask: Array | None, side: str, mode: str, low: Array, high: Array, count: Array) -> Array:
     both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
-    n = (count & np.uint32(31) if wrap else np.minimum(count, np.uint32(32))).astype(np.uint64)
-    shifted = (both << n) >> np.uint64(32) if left else both >> n
+    n = (count & np.uint32(31) if mode == ".wrap" else np.minimum(count, np.uint32(32))).astype(np.uint64)
+    shifted = (both << n) >> np.uint64(32) if side == ".l" else both >> n
     result: Array = shifted.astype(np.uint32)
     return result
 
 
-@form("lop3.b32", golden="bits")
-def lop3(e: Emitter, inst: Inst) -> None:
-    table = e.number(inst, inst.operands[4])
-    e.compute(inst._replace(operands=inst.operands[:4]), functools.partial(_lop3, table))
-
-
-def _lop3(table: int, a: Array, b: Array, c: Array) -> Array:
+@called("lop3.b32", operands=". . . #", results=".", golden="bits")
+def lop3(w: WarpBatch, mask: Array | None, a: Array, b: Array, c: Array, table: int) -> Array:
     result = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), np.uint32)
     for row in range(8):
         if table >> row & 1:
@@ -130,12 +120,8 @@ def _bfind(x: Array) -> Array:
     return np.where(x == 0, 0xFFFFFFFF, 31 - _clz(x).astype(np.int64)).astype(np.uint32)
 
 
-@form("bfe{.u32|.s32}", golden="bits")
-def bfe(e: Emitter, inst: Inst, kind: str) -> None:
-    e.compute(inst, _bfe, tag(kind), tag(kind), "u4", "u4")
-
-
-def _bfe(x: Array, position: Array, length: Array) -> Array:
+@called("bfe{.u32|.s32}", operands=". u4 u4", results=".", golden="bits")
+def bfe(w: WarpBatch, mask: Array | None, x: Array, position: Array, length: Array) -> Array:
     position, length = (position & 255).astype(np.int64), (length & 255).astype(np.int64)
     wide = x.astype(np.int64)
     bits = wide >> np.minimum(position, 63 if x.dtype.kind == "u" else 31)

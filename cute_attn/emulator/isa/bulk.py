@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cute_attn.emulator import access, tensormap
 from cute_attn.emulator.clocks import Op
-from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.dtypes import DTYPES, Array, tag
 from cute_attn.emulator.errors import MemoryFault
 from cute_attn.emulator.isa import floats, mbarrier
 from cute_attn.emulator.isa.atomics import UPDATES
-from cute_attn.emulator.isa.registry import called, form
+from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
-from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.tensormap import Chunks
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
@@ -33,18 +31,24 @@ MULTICAST = "{|.multicast::cluster}"
 # --- loads and stores -------------------------------------------------------------------------------------------------
 
 
-@form(
+@called(
     f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{MULTICAST}{HINT}",
     f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes{HINT}",
+    operands="$op [u4] [u8] u4 [u4] u4=0",
     since=90,
     golden="tma",
 )
-def bulk_load(e: Emitter, inst: Inst, *choices: str) -> None:
-    target, source, size, barrier, *extra = inst.operands
-    multicast = ".multicast::cluster" in inst.op
-    ctas = e.get(extra[0], "u4") if multicast else e.constant(0, "u4")
-    arguments = [e.address(target, wide=False), e.address(source, wide=True), e.get(size, "u4")]
-    e.call(_bulk_load, [*arguments, e.address(barrier, wide=False), ctas])
+def bulk_load(
+    w: WarpBatch, mask: Array | None, op: str, target: Array, source: Array, size: Array, barrier: Array, ctas: Array
+) -> None:
+    multicast = ".multicast::cluster" in op
+    for lane, at, start, nbytes, bar, named in w.each(mask, target, source, size, barrier, ctas):
+        _sixteen(at, start, nbytes)
+        began = w.begin_op(int(w.row[lane]), "bulk load")
+        for rank in ranks_of(named) if multicast else [at >> RANK_SHIFT]:
+            own = (bar & OFFSET_MASK) | rank << RANK_SHIFT if multicast else bar
+            place = rank << RANK_SHIFT | at & OFFSET_MASK
+            post_load(w.cta, place, tensormap.run(start, nbytes), own, began, "bulk load")
 
 
 def ranks_of(ctas: int) -> list[int]:
@@ -52,23 +56,12 @@ def ranks_of(ctas: int) -> list[int]:
     return [rank for rank in range(16) if ctas >> rank & 1]
 
 
-def _bulk_load(
-    w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array, ctas: Array
-) -> None:
-    for lane, at, start, nbytes, bar, named in w.each(mask, target, source, size, barrier, ctas):
-        _sixteen(at, start, nbytes)
-        op = w.begin_op(int(w.row[lane]), "bulk load")
-        for rank in ranks_of(named) or [at >> RANK_SHIFT]:
-            own = (bar & OFFSET_MASK) | rank << RANK_SHIFT if named else bar
-            post_load(w.cta, rank << RANK_SHIFT | at & OFFSET_MASK, tensormap.run(start, nbytes), own, op, "bulk load")
-
-
 def _sixteen(*numbers: int) -> None:
     if any(number % 16 for number in numbers):
         raise MemoryFault("bulk copy: addresses and size must be multiples of 16: " + ", ".join(map(hex, numbers)))
 
 
-def post_load(cta: Cta, target: int, pieces: Chunks, barrier: int, op: Op | None, what: str) -> None:
+def post_load(cta: Cta, target: int, pieces: Chunks, barrier: int, op: Op, what: str) -> None:
     """Post the copy of pieces to a shared address of the cluster, which counts its bytes at a barrier."""
     waiting = mbarrier.target(cta, barrier, op, f"a {what}")
 
@@ -78,29 +71,28 @@ def post_load(cta: Cta, target: int, pieces: Chunks, barrier: int, op: Op | None
             rows.view(np.uint16)[:] = 0x7FF7  # whatever the type
         if pieces.inside.any():
             addresses = pieces.addresses[pieces.inside]
-            rows[pieces.inside] = access.op_load_global(cta, addresses, pieces.nbytes, op, what)
+            rows[pieces.inside] = access.read_global(cta, addresses, pieces.nbytes, op, what)
         _deliver(cta, target, pieces, access.words_of(rows), op, waiting, what)
 
     cta.post(arrive)
 
 
 def _deliver(
-    cta: Cta, target: int, pieces: Chunks, words: Array, op: Op | None, waiting: mbarrier.Mbarrier, what: str
+    cta: Cta, target: int, pieces: Chunks, words: Array, op: Op, waiting: mbarrier.Mbarrier, what: str
 ) -> None:
     memory, offsets = cta.cluster.ctas[target >> RANK_SHIFT].smem, pieces.offsets(target & OFFSET_MASK)
     memory.check(offsets, pieces.nbytes, what)
-    memory.op_store(offsets, words, op, what)
+    memory.store(offsets, words, op, what)
     waiting.complete(pieces.nbytes * len(words), op, LATENCY)
 
 
-@form("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes", since=90, golden="tma")
-def bulk_between(e: Emitter, inst: Inst) -> None:
-    target, source, size, barrier = inst.operands
-    shared = [e.address(x, wide=False) for x in (target, source, barrier)]
-    e.call(_bulk_between, [shared[0], shared[1], e.get(size, "u4"), shared[2]])
-
-
-def _bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array) -> None:
+@called(
+    "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes",
+    operands="[u4] [u4] u4 [u4]",
+    since=90,
+    golden="tma",
+)
+def bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array) -> None:
     for lane, at, start, nbytes, bar in w.each(mask, target, source, size, barrier):
         _sixteen(at, start, nbytes)
         op = w.begin_op(int(w.row[lane]), "bulk copy between CTAs")
@@ -108,62 +100,51 @@ def _bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array
         w.cta.post(functools.partial(_copy_between, w.cta, at, tensormap.run(start & OFFSET_MASK, nbytes), op, waiting))
 
 
-def _copy_between(cta: Cta, target: int, pieces: Chunks, op: Op | None, waiting: mbarrier.Mbarrier) -> None:
-    words = cta.smem.op_load(pieces.addresses, pieces.nbytes, op, "bulk copy")
+def _copy_between(cta: Cta, target: int, pieces: Chunks, op: Op, waiting: mbarrier.Mbarrier) -> None:
+    words = cta.smem.load(pieces.addresses, pieces.nbytes, op, "bulk copy")
     _deliver(cta, target, pieces, words, op, waiting, "bulk copy")
 
 
-@form(f"cp.async.bulk.global.shared::cta.bulk_group{HINT}", since=90, golden="tma")
-def bulk_store(e: Emitter, inst: Inst, hint: str) -> None:
-    _bulk_out(e, inst, "", "uint8")
-
-
-@form(
+@called(
+    f"cp.async.bulk.global.shared::cta.bulk_group{HINT}{{}}{{}}",
     f"cp.reduce.async.bulk.global.shared::cta.bulk_group{HINT}"
     "{.add|.min|.max|.and|.or|.xor}{.u32|.s32|.u64|.s64|.b32|.b64|.f32|.f64|.f16|.bf16}",
     f"cp.reduce.async.bulk.global.shared::cta.bulk_group{HINT}{{.add}}.noftz{{.f16|.bf16}}",
+    operands="$1 $2 [u8] [u4] u4",
     since=90,
     golden="tma",
 )
-def bulk_reduce(e: Emitter, inst: Inst, hint: str, op: str, kind: str) -> None:
-    names = {"u": "uint", "s": "int", "b": "uint", "f": "float"}
-    _bulk_out(e, inst, op, "bfloat16" if kind == ".bf16" else names[kind[1]] + kind[2:])
-
-
-def _bulk_out(e: Emitter, inst: Inst, reduce: str, kind: str) -> None:
-    target, source, size, *_ = inst.operands
-    arguments = [e.address(target, wide=True), e.address(source, wide=False), e.get(size, "u4")]
-    e.call(_bulk_store, [*arguments, repr(reduce), repr(kind)])
-
-
-def _bulk_store(
-    w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, reduce: str, kind: str
+def bulk_store(
+    w: WarpBatch, mask: Array | None, reduce: str, kind: str, target: Array, source: Array, size: Array
 ) -> None:
+    name = "bfloat16" if kind == ".bf16" else DTYPES[tag(kind or ".b8")].name
     for lane, to, start, nbytes in w.each(mask, target, source, size):
         _sixteen(to, start, nbytes)
         op = w.begin_op(int(w.row[lane]), "bulk store")
         open_group(w, lane).append(
-            posted_store(w.cta, start, tensormap.run(to, nbytes), (reduce, kind), op, "bulk store")
+            posted_store(w.cta, start, tensormap.run(to, nbytes), (reduce, name), op, "bulk store")
         )
 
 
-def posted_store(cta: Cta, source: int, pieces: Chunks, reduction: tuple[str, str], op: Op | None, what: str) -> Task:
+def posted_store(cta: Cta, source: int, pieces: Chunks, reduction: tuple[str, str], op: Op, what: str) -> Task:
     """Post the copy of pieces from a shared address to global memory. `reduction`: operation and type, if any."""
 
+    task = Task(op)
+
     def store() -> None:
+        task.done = True
         offsets = pieces.offsets(source & OFFSET_MASK)
         cta.smem.check(offsets, pieces.nbytes, what)
         addresses, nbytes = pieces.addresses[pieces.inside], pieces.nbytes
         if len(addresses) == 0:
             return
-        words = cta.smem.op_load(offsets[pieces.inside], nbytes, op, what)  # the rest may be anything
+        words = cta.smem.load(offsets[pieces.inside], nbytes, op, what)  # the rest may be anything
         rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, nbytes)
         if reduction[0]:
-            rows = reduced(access.op_load_global(cta, addresses, nbytes, None, what), rows, *reduction)
-        access.op_store_global(cta, addresses, rows, None if reduction[0] else op, what)
+            rows = reduced(access.read_global(cta, addresses, nbytes, None, what), rows, *reduction)
+        access.write_global(cta, addresses, rows, None if reduction[0] else op, what)
 
-    task = Task(store, op)
-    cta.post(task)
+    cta.post(store)
     return task
 
 
@@ -186,38 +167,24 @@ def reduced(old: Array, new: Array, reduce: str, kind: str) -> Array:
 class Task:
     """Store in flight."""
 
-    action: Callable[[], None]
-    op: Op | None
+    op: Op
     done: bool = False
 
-    def __call__(self) -> None:
-        if not self.done:
-            self.done = True
-            self.action()
 
-
-@dataclass
-class BulkGroups:
-    """Bulk stores of one thread: groups committed, oldest first, and the open one."""
-
-    open: list[Task] = field(default_factory=list)
-    committed: list[list[Task]] = field(default_factory=list)
-
-
-def _groups(cta: Cta) -> dict[int, BulkGroups]:
-    """Groups by thread."""
-    return cta.unit("bulk groups", dict[int, BulkGroups], _check_unread)
+def _groups(cta: Cta) -> dict[int, list[list[Task]]]:
+    """Stores by thread: groups, oldest first; the last is open."""
+    return cta.unit("bulk groups", lambda: collections.defaultdict(lambda: [[]]), _check_unread)
 
 
 def open_group(w: WarpBatch, lane: int) -> list[Task]:
     """The open group of a thread."""
-    return _groups(w.cta).setdefault(w.thread(lane), BulkGroups()).open
+    return _groups(w.cta)[w.thread(lane)][-1]
 
 
-def _check_unread(table: dict[int, BulkGroups]) -> None:
+def _check_unread(table: dict[int, list[list[Task]]]) -> None:
     """Shared memory must outlive the stores that read it, which only a wait shows."""
     for thread, groups in table.items():
-        if groups.open or any(groups.committed):
+        if any(groups):
             raise MemoryFault(f"the CTA ends while bulk stores of thread {thread} may still read its shared memory")
 
 
@@ -225,36 +192,26 @@ def _check_unread(table: dict[int, BulkGroups]) -> None:
 def commit(w: WarpBatch, mask: Array | None) -> None:
     table = _groups(w.cta)
     for lane in w.lanes(mask):
-        groups = table.get(w.thread(lane))
-        if groups is not None:
-            groups.committed.append(groups.open)
-            groups.open = []
+        if w.thread(lane) in table:
+            table[w.thread(lane)].append([])
 
 
-class _GroupWait(Wait):
-    """Waits until stores of agents are done."""
+@called("cp.async.bulk.wait_group{|.read}", operands="#", since=90, solo=True, conformance="order", golden="tma")
+def wait_group(w: WarpBatch, mask: Array | None, keep: int) -> None:
+    table, clocks = _groups(w.cta), w.cta.clocks
+    owners = [lane for lane in w.lanes(mask) if w.thread(lane) in table]
+    stores: list[tuple[int, Task]] = []
+    for lane in owners:
+        groups = table[w.thread(lane)]
+        while len(groups) - 1 > keep:
+            stores += [(int(w.lane_agents[lane]), task) for task in groups.pop(0)]
 
-    def __init__(self, w: WarpBatch, stores: list[tuple[int, Task]]) -> None:
-        super().__init__(f"{len(stores)} bulk stores")
-        self.clocks, self.stores = w.cta.clocks, stores
-
-    def ready(self) -> bool:
-        if not all(task.done for _, task in self.stores):
+    def done() -> bool:
+        if not all(task.done for _, task in stores):
             return False
-        for agent, task in self.stores:
-            if self.clocks is not None and task.op is not None:
-                self.clocks.acquire(np.array([agent]), task.op.clock)
+        for agent, task in stores:
+            clocks.acquire(np.array([agent]), task.op.clock)
         return True
 
-
-@called("cp.async.bulk.wait_group{|.read}", since=90, solo=True, conformance="order", golden="tma")
-def wait_group(w: WarpBatch, mask: Array | None, keep: int) -> None:
-    table = _groups(w.cta)
-    owners = [(lane, table[w.thread(lane)]) for lane in w.lanes(mask) if w.thread(lane) in table]
-    stores: list[tuple[int, Task]] = []
-    for lane, groups in owners:
-        finished = groups.committed[: max(len(groups.committed) - keep, 0)]
-        groups.committed = groups.committed[len(finished) :]
-        stores += [(int(w.lane_agents[lane]), task) for group in finished for task in group]
     if owners:
-        w.wait = _GroupWait(w, stores)
+        w.wait = Wait(f"{len(stores)} bulk stores", done)

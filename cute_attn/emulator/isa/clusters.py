@@ -8,19 +8,17 @@ from typing import Any
 import numpy as np
 
 from cute_attn.emulator import access
-from cute_attn.emulator.dtypes import Array, tag
-from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import BarrierFault, Race
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.barriers import Meeting
 from cute_attn.emulator.isa.mma import whole
-from cute_attn.emulator.isa.registry import called, form
+from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import GENERIC_SHARED, OFFSET_MASK, RANK_SHIFT
-from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import WarpBatch
 
 
-@called("mapa{|.shared::cluster}{.u32|.u64}", kinds=("", "u4"), results=("",), since=90, golden="cluster")
+@called("mapa{|.shared::cluster}{.u32|.u64}", operands=". u4", results=".", since=90, golden="cluster")
 def mapa(w: WarpBatch, mask: Array | None, address: Array, rank: Array) -> Array:
     """Map addresses to another CTA. The address of a CTA that does not exist is an error only when it is used."""
     wide = address.astype(np.uint64) & np.uint64(OFFSET_MASK)
@@ -30,11 +28,9 @@ def mapa(w: WarpBatch, mask: Array | None, address: Array, rank: Array) -> Array
     return found
 
 
-@form("getctarank{|.shared::cluster}{.u32|.u64}", since=90, golden="cluster")
-def ctarank(e: Emitter, inst: Inst, space: str, kind: str) -> None:
-    d, address = inst.operands
-    text = f"({e.get(address, tag(kind))}.astype(u4) >> {e.constant(RANK_SHIFT, 'u4')})"
-    e.set(d, "u4", text)
+@called("getctarank{|.shared::cluster}{.u32|.u64}", operands=".", results="u4", since=90, golden="cluster")
+def ctarank(w: WarpBatch, mask: Array | None, address: Array) -> Array:
+    return address.astype(np.uint32) >> np.uint32(RANK_SHIFT)
 
 
 _MEETING: dict[str, Any] = {"since": 90, "solo": True, "converges": True, "golden": "cluster"}
@@ -70,24 +66,18 @@ def wait(w: WarpBatch, mask: Array | None) -> None:
         raise BarrierFault("barrier.cluster.wait without an arrive before it")
     meeting, *_ = [arrived.pop(int(agent)) for agent in agents]
     if meeting.arrived == -1:  # already complete
-        if w.cta.clocks is not None and meeting.clock is not None:
-            w.cta.clocks.acquire(agents, meeting.clock)
+        w.cta.clocks.acquire(agents, meeting.clock)
         return
     w.wait = meeting.wait(agents)
 
 
-@form(
+@called(
     "st.async{|.weak}.shared::cluster.mbarrier::complete_tx::bytes{|.v2|.v4}{.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}",
+    operands="[u4] {.} [u4]",
     since=90,
     golden="cluster",
 )
-def st_async(e: Emitter, inst: Inst, weak: str, vec: str, kind: str) -> None:
-    target, source, barrier = inst.operands
-    values = e.values(source, f"u{tag(kind)[1]}")
-    e.call(_st_async, [e.address(target, wide=False), values, e.address(barrier, wide=False)])
-
-
-def _st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Array, ...], barrier: Array) -> None:
+def st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Array, ...], barrier: Array) -> None:
     """One operation for all lanes of a warp that count at the same barrier: their clocks are equal."""
     targets, barriers = w.full(target), w.full(barrier)
     data = np.ascontiguousarray(np.stack([w.full(v) for v in values], axis=1)).view(np.uint8)
@@ -99,7 +89,7 @@ def _st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Arr
         if len(np.unique(where)) < len(where):
             raise Race("lanes of one st.async store to the same place")
         op = w.begin_op(int(w.row[group[0]]), "st.async")
-        memory.op_store(where, access.words_of(data[group]), op, "st.async")
+        memory.store(where, access.words_of(data[group]), op, "st.async")
         waiting = mbarrier.target(w.cta, int(barriers[group[0]]), op, "st.async")
         waiting.complete(nbytes * len(group), op)
 

@@ -21,8 +21,15 @@ def jump(e: Emitter, inst: Inst) -> None:
     "createpolicy.fractional{.L2::evict_first|.L2::evict_last|.L2::evict_normal|.L2::evict_unchanged}{|.L2::evict_unchanged}.b64",
     conformance="order",
 )
+@form(
+    "cp.async.bulk.prefetch.tensor{.1d|.2d|.3d|.4d|.5d}.L2.global{|.tile}{|.L2::cache_hint}",
+    "cp.async.bulk.prefetch.L2.global{|.L2::cache_hint}",
+    since=90,
+    conformance="order",
+)
+@form("griddepcontrol.launch_dependents", since=90, conformance="order", golden="barriers")
 def nothing(e: Emitter, inst: Inst, *choices: str) -> None:
-    """Emit nothing but a result, where there is one."""
+    """Emit nothing but a result, where there is one. Race checks always assume that the next launch begins at once."""
     if inst.op.startswith("createpolicy"):
         e.set(inst.operands[0], "u8", e.constant(0, "u8"))
 

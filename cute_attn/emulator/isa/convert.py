@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -11,11 +12,13 @@ from cute_attn.emulator.dtypes import DTYPES, Array, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.isa import floats
-from cute_attn.emulator.isa.registry import computed, form
+from cute_attn.emulator.isa.registry import called, computed, form
 from cute_attn.emulator.memory import GENERIC_SHARED
 from cute_attn.emulator.ptx import Inst
+from cute_attn.emulator.warp_batch import WarpBatch
 
 _INTS = "{.u8|.s8|.u16|.s16|.u32|.s32|.u64|.s64}"
+_BLACKWELL: dict[str, Any] = {"since": 100, "conformance": "unverified"}
 _ROUND = {".rni": "np.rint", ".rzi": "np.trunc", ".rmi": "np.floor", ".rpi": "np.ceil"}
 
 
@@ -92,66 +95,48 @@ def widen(e: Emitter, inst: Inst, *options: str) -> None:
 @form("cvt{.rn|.rz}{|.relu}{.f16|.bf16}.f32", golden="convert")
 def narrow(e: Emitter, inst: Inst, mode: str, relu: str, to: str) -> None:
     function = e.bind(floats.f32_to_f16 if to == ".f16" else floats.f32_to_bf16, "narrow")
-    e.compute(inst, f"{function}({_relu(relu, '{0}')}, {mode[1:]!r})", tag(to), "f4")
+    source = "np.maximum({0}, f4.type(0))" if relu else "{0}"
+    e.compute(inst, f"{function}({source}, {mode[1:]!r})", tag(to), "f4")
 
 
-@form("cvt{.rn|.rz}{|.relu}{.f16x2|.bf16x2}.f32", golden="convert")
-def narrow_pair(e: Emitter, inst: Inst, mode: str, relu: str, to: str) -> None:
+@called("cvt{.rn|.rz}{|.relu}{.f16x2|.bf16x2}.f32", operands="$0 $1 $2 f4 f4", results="u4", golden="convert")
+def narrow_pair(w: WarpBatch, mask: Array | None, mode: str, relu: str, to: str, high: Array, low: Array) -> Array:
     """Convert a pair; operand a goes to the upper half."""
-    high, low, name = _relu(relu, "{0}"), _relu(relu, "{1}"), e.bind(_narrow_pair, "narrow_pair")
-    e.compute(inst, f"{name}({low}, {high}, {to!r}, {mode[1:]!r})", "u4", "f4", "f4")
+    pairs = floats.interleaved(low, high)
+    return floats.packed(np.maximum(pairs, np.float32(0)) if relu else pairs, to, mode[1:])
 
 
-def _narrow_pair(low: Array, high: Array, to: str, mode: str) -> Array:
-    return floats.packed(floats.interleaved(low, high), to, mode)
+_TO_FP8: dict[str, Any] = {"results": "u2", "since": 89, "golden": "fp8"}
 
 
-def _relu(relu: str, text: str) -> str:
-    return f"np.maximum({text}, f4.type(0))" if relu else text
-
-
-@form("cvt.rn.satfinite{|.relu}{.e4m3x2|.e5m2x2}{.f32|.f16x2}", since=89, golden="fp8")
-def to_fp8(e: Emitter, inst: Inst, relu: str, to: str, source: str) -> None:
+@called("cvt.rn.satfinite{|.relu}{.e4m3x2|.e5m2x2}.f32", operands="$0 $1 f4 f4", **_TO_FP8)
+def to_fp8(w: WarpBatch, mask: Array | None, relu: str, to: str, high: Array, low: Array) -> Array:
     """Convert a pair; operand a goes to the upper byte."""
-    d, *operands = inst.operands
-    if source == ".f32":
-        high, low = (e.get(x, "f4") for x in operands)
-        pairs = f"{e.bind(floats.interleaved, 'pairs')}({low}, {high})"
-    else:
-        pairs = f"{e.bind(floats.halves, 'halves')}({e.get(operands[0], 'u4')}, {source!r}).ravel()"
-    e.set(d, "u2", f"{e.bind(formats.encode, 'encode')}({pairs}, {to[1:5]!r}, {bool(relu)}).view(u2)")
+    return formats.encode(floats.interleaved(low, high), to[1:5], bool(relu)).view(np.uint16)
 
 
-@form("cvt.rn{|.relu}{.f16x2}{.e4m3x2|.e5m2x2}", since=89, golden="fp8")
-@form(
-    "cvt.rn{|.relu}{.bf16x2}{.e4m3x2|.e5m2x2}",
-    "cvt.rn{|.relu}{.f16x2|.bf16x2}{.e2m1x2}",
-    since=100,
-    conformance="unverified",
-)
-def from_small(e: Emitter, inst: Inst, relu: str, to: str, source: str) -> None:
+@called("cvt.rn.satfinite{|.relu}{.e4m3x2|.e5m2x2}.f16x2", operands="$0 $1 u4", **_TO_FP8)
+def halves_to_fp8(w: WarpBatch, mask: Array | None, relu: str, to: str, pairs: Array) -> Array:
+    return formats.encode(floats.halves(pairs, ".f16x2").ravel(), to[1:5], bool(relu)).view(np.uint16)
+
+
+@called("cvt.rn.satfinite{|.relu}.e2m1x2.f32", operands="$0 f4 f4", results="u1", **_BLACKWELL)
+def to_fp4(w: WarpBatch, mask: Array | None, relu: str, high: Array, low: Array) -> Array:
+    """Convert a pair; operand a goes to the upper four bits."""
+    packed: Array = formats.encode(low, "e2m1", bool(relu)) | (formats.encode(high, "e2m1", bool(relu)) << np.uint8(4))
+    return packed
+
+
+@called("cvt.rn{|.relu}{.f16x2}{.e4m3x2|.e5m2x2}", operands="$0 $1 $2 u2", results="u4", since=89, golden="fp8")
+@called("cvt.rn{|.relu}{.bf16x2}{.e4m3x2|.e5m2x2}", operands="$0 $1 $2 u2", results="u4", **_BLACKWELL)
+@called("cvt.rn{|.relu}{.f16x2|.bf16x2}{.e2m1x2}", operands="$0 $1 $2 u1", results="u4", **_BLACKWELL)
+def from_small(w: WarpBatch, mask: Array | None, relu: str, to: str, source: str, x: Array) -> Array:
     kind = source[1:5]
-    convert = functools.partial(_from_small, kind, to, bool(relu))
-    e.compute(inst, convert, "u4", "u1" if kind == "e2m1" else "u2")
-
-
-def _from_small(kind: str, to: str, relu: bool, x: Array) -> Array:
     codes = np.stack([x & 15, x >> np.uint8(4)], axis=1) if kind == "e2m1" else np.ascontiguousarray(x).view(np.uint8)
     wide = formats.decode(codes, kind)
     if relu:
         wide = np.where(np.isnan(wide), wide, np.maximum(wide, np.float32(0)))
     return floats.packed(wide, to)
-
-
-@form("cvt.rn.satfinite{|.relu}.e2m1x2.f32", since=100, conformance="unverified")
-def to_fp4(e: Emitter, inst: Inst, relu: str) -> None:
-    """Convert a pair; operand a goes to the upper four bits."""
-    e.compute(inst, functools.partial(_fp4_pair, bool(relu)), "u1", "f4", "f4")
-
-
-def _fp4_pair(relu: bool, high: Array, low: Array) -> Array:
-    packed: Array = formats.encode(low, "e2m1", relu) | (formats.encode(high, "e2m1", relu) << np.uint8(4))
-    return packed
 
 
 computed(

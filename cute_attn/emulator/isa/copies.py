@@ -3,68 +3,59 @@
 from __future__ import annotations
 
 import collections
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from cute_attn.emulator import access
 from cute_attn.emulator.clocks import ORDER, Op
-from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import Divergence, PtxError
 from cute_attn.emulator.isa.mma import whole
-from cute_attn.emulator.isa.registry import called, form
+from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import SharedMemory
-from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import WarpBatch
 
-_COUNT = {".x1": 1, ".x2": 2, ".x4": 4}
 _SHARED = "{.shared|.shared::cta}"
 
 
 # --- ldmatrix, stmatrix -----------------------------------------------------------------------------------------------
 
 
-@form(f"ldmatrix.sync.aligned.m8n8{{.x1|.x2|.x4}}{{|.trans}}{_SHARED}.b16", converges=True, golden="matrix")
-def ldmatrix(e: Emitter, inst: Inst, count: str, trans: str, space: str) -> None:
-    d, address = inst.operands
-    arguments = [e.address(address, wide=False), str(_COUNT[count]), str(bool(trans))]
-    e.call(_ldmatrix, arguments, [(item, "u4") for item in e.items(d)], rows=True)
+def _rows(
+    w: WarpBatch, mask: Array | None, address: Array, count: int, what: str
+) -> tuple[SharedMemory, Array, Array, Any]:
+    """Shared memory, where in it the 8 * count rows of 16 bytes of each active warp are, whose first lanes have the
+    addresses, the agents of the rows, and the index of those warps.
+    """
+    whole(w, mask, what)
+    present = slice(None) if mask is None else mask.reshape(-1, 32)[:, 0]
+    memory, offsets = access.shared_at(w, w.full(address).reshape(-1, 32)[present, : 8 * count].ravel(), 16, what)
+    return memory, offsets, np.repeat(w.agents[present], 8 * count), present
 
 
-def _row_addresses(w: WarpBatch, address: Array, count: int) -> Array:
-    """Addresses of the rows of all matrices: [warps, 8 * count], from the first lanes of each warp."""
-    rows: Array = w.full(address).reshape(-1, 32)[:, : 8 * count]
-    return rows
-
-
-def _ldmatrix(w: WarpBatch, mask: Array | None, address: Array, count: int, trans: bool) -> Array:
-    data, warps = _matrix_rows(w, mask, address, count, "ldmatrix")
+@called(
+    f"ldmatrix.sync.aligned.m8n8.x{{1|2|4}}{{|.trans}}{_SHARED}.b16",
+    operands="$0 $1 [u4]",
+    results="{u4}",
+    converges=True,
+    golden="matrix",
+)
+def ldmatrix(w: WarpBatch, mask: Array | None, matrices: str, trans: str, address: Array) -> Array:
+    count = int(matrices)
+    data = _loaded(w, mask, address, count)
     if trans:
         # lane l gets rows 2 (l % 4) and + 1 of column l / 4
-        items = data.view(np.uint16).reshape(warps, count, 4, 2, 8).transpose(1, 0, 4, 2, 3)
-        words = np.ascontiguousarray(items).view(np.uint32).reshape(count, -1)
+        items = data.view(np.uint16).reshape(-1, count, 4, 2, 8).transpose(1, 0, 4, 2, 3)
     else:
-        words = np.ascontiguousarray(data.view(np.uint32).reshape(warps, count, 32).transpose(1, 0, 2)).reshape(
-            count, -1
-        )
-    return _lanes(w, mask, words)
+        items = data.view(np.uint32).reshape(-1, count, 32).transpose(1, 0, 2)
+    return _lanes(w, mask, np.ascontiguousarray(items).view(np.uint32).reshape(count, -1))
 
 
-def _matrix_rows(w: WarpBatch, mask: Array | None, address: Array, count: int, what: str) -> tuple[Array, int]:
-    """Returns the bytes of 8 * count rows of 16 bytes for each active warp, and the number of those warps."""
-    whole(w, mask, what)
-    rows = _row_addresses(w, address, count)
-    if mask is not None:
-        rows = rows[mask.reshape(-1, 32)[:, 0]]
-        agents = w.agents[mask.reshape(-1, 32)[:, 0]]
-    else:
-        agents = w.agents
-    at = rows.ravel()
-    (memory, _), *_ = access.shared_of(w, at, what)
-    offsets = access.offsets_of(at)
-    memory.check(offsets, 16, what)
-    data: Array = memory.load(offsets, 16, np.repeat(agents, 8 * count), what)
-    return data, len(agents)
+def _loaded(w: WarpBatch, mask: Array | None, address: Array, count: int) -> Array:
+    memory, offsets, agents, _ = _rows(w, mask, address, count, "ldmatrix")
+    return memory.load(offsets, 16, agents, "ldmatrix")
 
 
 def _lanes(w: WarpBatch, mask: Array | None, words: Array) -> Array:
@@ -76,46 +67,38 @@ def _lanes(w: WarpBatch, mask: Array | None, words: Array) -> Array:
     return out
 
 
-@form(
-    f"ldmatrix.sync.aligned.m16n16{{.x1|.x2}}.trans{_SHARED}.b8",
+@called(
+    f"ldmatrix.sync.aligned.m16n16.x{{1|2}}.trans{_SHARED}.b8",
+    operands="$0 [u4]",
+    results="{u4}",
     since=100,
     conformance="unverified",
     converges=True,
 )
-def ldmatrix_bytes(e: Emitter, inst: Inst, count: str, space: str) -> None:
-    d, address = inst.operands
-    results = [(item, "u4") for item in e.items(d)]
-    e.call(_ldmatrix_bytes, [e.address(address, wide=False), str(_COUNT[count])], results, rows=True)
-
-
-def _ldmatrix_bytes(w: WarpBatch, mask: Array | None, address: Array, count: int) -> Array:
+def ldmatrix_bytes(w: WarpBatch, mask: Array | None, matrices: str, address: Array) -> Array:
     """Lane l gets bytes l / 4 and l / 4 + 8 of rows 4 (l % 4) + 0..3 of each matrix."""
-    data, warps = _matrix_rows(w, mask, address, 2 * count, "ldmatrix")
-    items = data.view(np.uint8).reshape(warps, count, 4, 4, 2, 8).transpose(1, 4, 0, 5, 2, 3)
+    count = int(matrices)
+    data = _loaded(w, mask, address, 2 * count)
+    items = data.view(np.uint8).reshape(-1, count, 4, 4, 2, 8).transpose(1, 4, 0, 5, 2, 3)
     return _lanes(w, mask, np.ascontiguousarray(items).view(np.uint32).reshape(2 * count, -1))
 
 
-@form(f"stmatrix.sync.aligned.m8n8{{.x1|.x2|.x4}}{{|.trans}}{_SHARED}.b16", since=90, converges=True, golden="matrix")
-def stmatrix(e: Emitter, inst: Inst, count: str, trans: str, space: str) -> None:
-    address, sources = inst.operands
-    e.call(_stmatrix, [e.address(address, wide=False), e.values(sources, "u4"), str(bool(trans))])
-
-
-def _stmatrix(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...], trans: bool) -> None:
-    whole(w, mask, "stmatrix")
+@called(
+    f"stmatrix.sync.aligned.m8n8.x{{1|2|4}}{{|.trans}}{_SHARED}.b16",
+    operands="$1 [u4] {u4}",
+    since=90,
+    converges=True,
+    golden="matrix",
+)
+def stmatrix(w: WarpBatch, mask: Array | None, trans: str, address: Array, sources: tuple[Array, ...]) -> None:
     count = len(sources)
-    present = np.ones(len(w.warps), np.bool_) if mask is None else mask.reshape(-1, 32)[:, 0]
-    at = _row_addresses(w, address, count)[present].ravel()
+    memory, offsets, agents, present = _rows(w, mask, address, count, "stmatrix")
     words = np.stack([w.full(s) for s in sources]).reshape(count, -1, 32)[:, present].transpose(1, 0, 2)
     if trans:
         pairs = np.ascontiguousarray(words).view(np.uint16).reshape(-1, count, 8, 4, 2)
-        rows = np.ascontiguousarray(pairs.transpose(0, 1, 3, 4, 2)).view(np.uint8).reshape(-1, 16)
-    else:
-        rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, 16)
-    (memory, _), *_ = access.shared_of(w, at, "stmatrix")
-    offsets = access.offsets_of(at)
-    memory.check(offsets, 16, "stmatrix")
-    memory.store(offsets, access.words_of(rows), np.repeat(w.agents[present], 8 * count), "stmatrix")
+        words = pairs.transpose(0, 1, 3, 4, 2)
+    rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, 16)
+    memory.store(offsets, access.words_of(rows), agents, "stmatrix")
 
 
 # --- cp.async ---------------------------------------------------------------------------------------------------------
@@ -124,95 +107,79 @@ def _stmatrix(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[A
 Copy = tuple[SharedMemory, Array, Array]  # offsets and words
 
 
-class Copies:
-    """cp.async of one warp: groups committed, oldest first, and the open one."""
+@dataclass
+class Group:
+    """cp.async of one warp that are committed together. On the completion of its operations an mbarrier may arrive."""
 
-    def __init__(self) -> None:
-        self.open: list[Copy] = []
-        self.op: Op | None = None
-        self.told: list[Op] = []  # also of the open group: operations on whose completion an mbarrier arrives
-        self.committed: list[tuple[list[Copy], list[Op]]] = []
+    copies: list[Copy] = field(default_factory=list)  # that have not landed
+    ops: list[Op] = field(default_factory=list)
+    closed: bool = True  # copies to come are another operation
 
-    @property
-    def ops(self) -> list[Op]:
-        """Operations of the open group."""
-        return [*self.told, *([] if self.op is None else [self.op])]
+    def land(self) -> None:
+        """Write what the copies bring, on behalf of the last operation."""
+        while self.copies:
+            memory, offsets, words = self.copies.pop(0)
+            memory.store(offsets, words, self.ops[-1], "cp.async")
 
 
-def _copies(w: WarpBatch, position: int) -> Copies:
-    table = w.cta.unit("cp.async", lambda: collections.defaultdict[int, Copies](Copies))
+def _groups(w: WarpBatch, position: int) -> list[Group]:
+    """Groups of a warp, oldest first; the last is open."""
+    table = w.cta.unit("cp.async", lambda: collections.defaultdict[int, list[Group]](lambda: [Group()]))
     return table[int(w.warps[position])]
 
 
-@form(
+@called(
     f"cp.async{{.ca|.cg}}{_SHARED}.global{{|.L2::cache_hint}}{{|.L2::64B|.L2::128B|.L2::256B}}",
+    operands="$0 [u4] [u8] # u4=None",
     golden="copies",
 )
-def cp_async(e: Emitter, inst: Inst, cache: str, *choices: str) -> None:
-    target, source, of_size, *rest = inst.operands
-    size = e.number(inst, of_size)
-    if size not in ((16,) if cache == ".cg" else (4, 8, 16)):
-        raise PtxError(f"{inst.op} of {size} bytes")
-    given = e.get(rest[0], "u4") if rest and ".L2::cache_hint" not in choices else e.constant(size, "u4")
-    e.call(_cp_async, [e.address(target, wide=False), e.address(source, wide=True), str(size), given])
-
-
-def _cp_async(w: WarpBatch, mask: Array | None, target: Array, source: Array, size: int, given: Array) -> None:
+def cp_async(
+    w: WarpBatch, mask: Array | None, cache: str, target: Array, source: Array, size: int, given: Array | None
+) -> None:
     """Copy `size` bytes: the first `given` are read (0 allows any address), the others are filled with zeros."""
+    if size not in ((16,) if cache == ".cg" else (4, 8, 16)):
+        raise PtxError(f"cp.async{cache} of {size} bytes")
     lanes = w.lanes(mask)
-    wanted = w.full(given)
-    if (wanted[lanes] > size).any():
-        raise PtxError(f"cp.async: source size above {size}")
-    rows = np.zeros((w.size, size), np.uint8)
-    active = w.active(mask)
-    for count in given.tolist() if len(given) == 1 else np.unique(wanted[lanes]).tolist():
-        if count:
-            some = active & (wanted == count)
-            part = (
-                access.load_global(w, some, source, count, "cp.async")
-                if count == size
-                else _partial(w, some, source, count)
-            )
-            rows[some, :count] = part[some]
-    at = w.full(target)[lanes]
-    (memory, _), *_ = access.shared_of(w, at, "cp.async")
-    offsets = access.offsets_of(at)
-    memory.check(offsets, size, "cp.async")
-    words = access.words_of(rows[lanes])
+    memory, offsets = access.shared_at(w, w.full(target)[lanes], size, "cp.async")
+    words = access.words_of(_source(w, mask, source, size, given)[lanes])
     owners = w.row[lanes]
     for position in np.unique(owners):
-        copies = _copies(w, int(position))
-        if copies.op is None:
-            copies.op = w.begin_op(int(position), "cp.async", generic=True)
+        group = _groups(w, int(position))[-1]
+        if group.closed:
+            group.ops.append(w.begin_op(int(position), "cp.async", generic=True))
+        group.closed = False
         chosen = owners == position
-        copies.open.append((memory, offsets[chosen], words[chosen]))
+        group.copies.append((memory, offsets[chosen], words[chosen]))
         if w.cta.grid.schedule.kind == "eager":
-            _land(copies.open, copies.ops)
+            group.land()
 
 
-def _partial(w: WarpBatch, mask: Array, source: Array, count: int) -> Array:
-    """Read a source that is no whole word, byte by byte."""
-    columns = [access.load_global(w, mask, source + np.uint64(i), 1, "cp.async") for i in range(count)]
-    return np.concatenate(columns, axis=1)
-
-
-def _land(group: list[Copy], ops: list[Op]) -> None:
-    """Write what the copies of a group bring, on behalf of its last operation."""
-    while group:
-        memory, offsets, words = group.pop(0)
-        memory.op_store(offsets, words, ops[-1] if ops else None, "cp.async")
+def _source(w: WarpBatch, mask: Array | None, source: Array, size: int, given: Array | None) -> Array:
+    """Read the first `given` of `size` bytes: as a word if they are all, else byte by byte."""
+    if given is None:
+        return access.load_global(w, mask, source, size, "cp.async")
+    wanted, rows = w.full(given), np.zeros((w.size, size), np.uint8)
+    if (wanted[w.lanes(mask)] > size).any():
+        raise PtxError(f"cp.async: source size above {size}")
+    whole = w.active(mask) & (wanted == size)
+    if some(whole):
+        rows = access.load_global(w, whole, source, size, "cp.async")
+    part = w.active(mask) & (wanted < size)
+    for i in range(int(wanted[part].max(initial=0))):
+        reading = part & (wanted > i)
+        column = access.load_global(w, reading, source + np.uint64(i), 1, "cp.async")
+        rows[reading, i] = column[reading, 0]
+    return rows
 
 
 def outstanding(w: WarpBatch, position: int) -> list[Op]:
     """Operations of a warp whose completion it has not observed. Copies that a schedule has delayed land now."""
-    copies, clocks = _copies(w, position), w.cta.clocks
-    for group, ops in [*copies.committed, (copies.open, copies.ops)]:
-        _land(group, ops)
-    if clocks is None:
-        return []
-    seen = clocks.v[w.agents[position], ORDER]
-    copies.told, copies.op = [op for op in copies.ops if seen[op.agent] < op.epoch], None
-    return [op for _, ops in copies.committed for op in ops] + copies.told
+    groups, seen = _groups(w, position), w.cta.clocks.v[w.agents[position], ORDER]
+    for group in groups:
+        group.land()
+    groups[-1].ops = [op for op in groups[-1].ops if seen[op.agent] < op.epoch]
+    groups[-1].closed = True
+    return [op for group in groups for op in group.ops]
 
 
 def _warps(w: WarpBatch, mask: Array | None, what: str) -> Array:
@@ -228,9 +195,7 @@ def _warps(w: WarpBatch, mask: Array | None, what: str) -> Array:
 @called("cp.async.commit_group", conformance="order", golden="copies")
 def commit(w: WarpBatch, mask: Array | None) -> None:
     for position in _warps(w, mask, "cp.async.commit_group"):
-        copies = _copies(w, int(position))
-        copies.committed.append((copies.open, copies.ops))
-        copies.open, copies.op, copies.told = [], None, []
+        _groups(w, int(position)).append(Group())
 
 
 @called("cp.async.wait_all", conformance="order", golden="copies")
@@ -239,13 +204,12 @@ def wait_all(w: WarpBatch, mask: Array | None) -> None:
     wait(w, mask, 0)
 
 
-@called("cp.async.wait_group", conformance="order", golden="copies")
+@called("cp.async.wait_group", operands="#", conformance="order", golden="copies")
 def wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
     for position in _warps(w, mask, "cp.async.wait_group"):
-        copies = _copies(w, int(position))
-        while len(copies.committed) > keep:
-            group, ops = copies.committed.pop(0)
-            _land(group, ops)
-            for op in ops:
-                assert w.cta.clocks is not None
+        groups = _groups(w, int(position))
+        while len(groups) - 1 > keep:
+            group = groups.pop(0)
+            group.land()
+            for op in group.ops:
                 w.cta.clocks.acquire(w.agents[position : position + 1], op.clock)

@@ -103,10 +103,12 @@ def _has_subnormals(x: Array) -> bool:
     return bool(small) and bool(small + some(x) > x.size)
 
 
-def _extreme(function: Callable[[Array, Array], Array], low: bool, a: Array, b: Array) -> Array:
+def _extreme(function: Callable[[Array, Array], Array], low: bool, a: Array, b: Array, *more: Array) -> Array:
     """Min (`low`) or max by a function of numpy, with +0 above -0, which numpy does not distinguish."""
     found, zeros = function(a, b), (a == 0) & (b == 0)
-    return np.where(zeros, np.where(np.signbit(a) != low, b, a), found) if some(zeros) else found
+    if some(zeros):
+        found = np.where(zeros, np.where(np.signbit(a) != low, b, a), found)
+    return _extreme(function, low, found, *more) if more else found  # three operands from sm_100 on
 
 
 EXTREMES = {

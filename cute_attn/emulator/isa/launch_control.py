@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cute_attn.emulator import access
 from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.isa import mbarrier
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
-from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import WarpBatch
 
 if TYPE_CHECKING:
@@ -24,19 +21,15 @@ LATENCY = 400  # of virtual time, for the timeline
 RESPONSE_BYTES = 16
 
 
-_SPACE = "{|.shared::cta}"
+_UNVERIFIED: dict[str, Any] = {"since": 100, "conformance": "unverified"}
 
 
-@form(
-    f"clusterlaunchcontrol.try_cancel.async{_SPACE}.mbarrier::complete_tx::bytes{{|.multicast::cluster::all}}.b128",
-    since=100,
-    conformance="unverified",
+@called(
+    "clusterlaunchcontrol.try_cancel.async{|.shared::cta}.mbarrier::complete_tx::bytes{|.multicast::cluster::all}.b128",
+    operands="$1 [] []",
+    **_UNVERIFIED,
 )
-def try_cancel(e: Emitter, inst: Inst, space: str, multicast: str) -> None:
-    e.call(_try_cancel, [*(e.shared_address(x, space) for x in inst.operands), str(bool(multicast))])
-
-
-def _try_cancel(w: WarpBatch, mask: Array | None, address: Array, barrier: Array, multicast: bool) -> None:
+def try_cancel(w: WarpBatch, mask: Array | None, multicast: str, address: Array, barrier: Array) -> None:
     """Write the response, opaque to programs: the coordinates of the first CTA, and whether there is one."""
     for lane, at, bar in w.each(mask, address & OFFSET_MASK, barrier & OFFSET_MASK):
         origin = w.cta.grid.cancel()
@@ -49,34 +42,30 @@ def _try_cancel(w: WarpBatch, mask: Array | None, address: Array, barrier: Array
         w.cta.post(functools.partial(_answer, ctas, waiting, at, response, op))
 
 
-def _answer(ctas: list[Cta], barriers: list[mbarrier.Mbarrier], at: int, response: Array, op: Op | None) -> None:
+def _answer(ctas: list[Cta], barriers: list[mbarrier.Mbarrier], at: int, response: Array, op: Op) -> None:
     for cta, barrier in zip(ctas, barriers, strict=True):
-        offsets = access.offsets_of(np.array([at], np.uint32))
+        offsets = np.array([at])
         cta.smem.check(offsets, RESPONSE_BYTES, "try_cancel")
-        cta.smem.op_store(offsets, response, op, "try_cancel")
+        cta.smem.store(offsets, response, op, "try_cancel")
         barrier.complete(RESPONSE_BYTES, op, LATENCY)
 
 
-@form("clusterlaunchcontrol.query_cancel.is_canceled.pred.b128", since=100, conformance="unverified")
-def is_cancelled(e: Emitter, inst: Inst) -> None:
-    d, response = inst.operands
-    e.set(d, "p", f"{e.bind(_word, 'word')}({e.get(response, 'v16')}, 3) != 0")
+_QUERY = "clusterlaunchcontrol.query_cancel"
 
 
-@form("clusterlaunchcontrol.query_cancel.get_first_ctaid{::x|::y|::z}.b32.b128", since=100, conformance="unverified")
-def first_coordinate(e: Emitter, inst: Inst, axis: str) -> None:
-    d, response = inst.operands
-    e.set(d, "u4", f"{e.bind(_word, 'word')}({e.get(response, 'v16')}, {'xyz'.index(axis[-1])})")
-
-
-@form("clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128", since=100, conformance="unverified")
-def first_cta(e: Emitter, inst: Inst) -> None:
-    d, response = inst.operands
-    word, text = e.bind(_word, "word"), e.get(response, "v16")
-    for i, item in enumerate(e.items(d)):
-        e.set(item, "u4", f"{word}({text}, {i})")
-
-
-def _word(response: Array, index: int) -> Array:
-    words: Array = np.ascontiguousarray(response).view(np.uint32).reshape(-1, 4)[:, index].copy()
+@called(f"{_QUERY}.get_first_ctaid.v4.b32.b128", operands="v16", results="{u4}", **_UNVERIFIED)
+def first_cta(w: WarpBatch, mask: Array | None, response: Array) -> Array:
+    words: Array = np.ascontiguousarray(response).view(np.uint32).reshape(-1, 4).T.copy()
     return words
+
+
+@called(f"{_QUERY}.get_first_ctaid{{::x|::y|::z}}.b32.b128", operands="$0 v16", results="u4", **_UNVERIFIED)
+def first_coordinate(w: WarpBatch, mask: Array | None, axis: str, response: Array) -> Array:
+    found: Array = first_cta(w, mask, response)["xyz".index(axis[-1])]
+    return found
+
+
+@called(f"{_QUERY}.is_canceled.pred.b128", operands="v16", results="p", **_UNVERIFIED)
+def is_cancelled(w: WarpBatch, mask: Array | None, response: Array) -> Array:
+    found: Array = first_cta(w, mask, response)[3] != 0
+    return found

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cute_attn.emulator.clocks import ORDER, PROXY, Clocks, Op
 from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import BarrierFault
 from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.barriers import on_clocks
-from cute_attn.emulator.isa.registry import called, form
+from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import MBARRIER, OFFSET_MASK, RANK_SHIFT
-from cute_attn.emulator.ptx import Inst, Sym
 from cute_attn.emulator.warp_batch import WarpBatch
 
 if TYPE_CHECKING:
@@ -55,22 +53,17 @@ class Mbarrier:
         self.arrivals: dict[int, int] = {}  # in this phase, by agent
         self.last: dict[int, int] = {}  # in the phase before
         self.remote: list[Remote] = []  # uses by other CTAs in phases that no warp has seen complete
-        clocks = cluster.clocks
-        self.clock = self.done = None
-        if clocks is not None:
-            self.clock, self.done = clocks.zero(), clocks.zero()
-            self.made_by, self.made_at = agent, int(clocks.v[agent, ORDER, agent])
+        self.clock, self.done = cluster.clocks.zero(), cluster.clocks.zero()
+        self.made_by, self.made_at = agent, int(cluster.clocks.v[agent, ORDER, agent])
 
     def seen(self, agent: int) -> None:
         """Check that the initialisation happens before a use by warp `agent`."""
-        clocks = self.cluster.clocks
-        if clocks is not None and clocks.v[agent, ORDER, self.made_by] < self.made_at:
+        if self.cluster.grid.checks and self.cluster.clocks.v[agent, ORDER, self.made_by] < self.made_at:
             raise BarrierFault(f"{self.name} is used before its initialisation is visible to the warp")
 
     def used_by(self, cta: Cta, what: str, op: Op | None = None, in_order: bool = False, agent: int = 0) -> None:
         """Record a use by a CTA, which must come before the end of the barrier's own CTA. `op` has yet to arrive."""
-        clocks = self.cluster.clocks
-        if cta is self.cta or clocks is None or (op is None and not agent):
+        if cta is self.cta or not self.cluster.grid.checks:
             return
         what = f"{what} of CTA {cta.index}"
         if not self.cta.running:
@@ -78,36 +71,33 @@ class Mbarrier:
         if op is not None:
             self.remote.append(Remote(what, op, in_order))
         else:
-            epoch = int(clocks.v[agent, ORDER, agent])
+            epoch = int(self.cluster.clocks.v[agent, ORDER, agent])
             self.remote.append(Remote(what, agent=agent, epoch=epoch, phase=self.phase))
 
     def arrive(self, agent: int, count: int, expect: int = 0, relaxed: bool = False) -> None:
         self.seen(agent)
-        clocks = self.cluster.clocks
-        if clocks is not None and self.clock is not None:
-            np.maximum(self.clock, order.published(self.cluster, agent, relaxed), out=self.clock)
-            self.time = max(self.time, float(clocks.time[agent]))
-            self.agents.add(agent)
+        np.maximum(self.clock, order.published(self.cluster, agent, relaxed), out=self.clock)
+        self.time = max(self.time, float(self.cluster.clocks.time[agent]))
+        self.agents.add(agent)
         self.add_tx(expect)
         self._count(count, agent)
 
-    def arrive_by(self, op: Op | None, latency: float) -> None:
+    def arrive_by(self, op: Op, latency: float) -> None:
         """Arrive on behalf of an asynchronous operation that has ended."""
         self._join(op, latency)
-        self._count(1, op.agent if op is not None else 0)
+        self._count(1, op.agent)
 
-    def _join(self, op: Op | None, latency: float) -> None:
-        if op is not None and self.clock is not None:
-            if op.clock[PROXY, self.made_by] < self.made_at:
-                raise BarrierFault(
-                    f"{self.name} is used by {op.what}, to which its initialisation is not visible: "
-                    "fence.mbarrier_init or fence.proxy.async is missing"
-                )
-            np.maximum(self.clock, op.clock, out=self.clock)
-            coming = next((use for use in self.remote if use.op is op and use.phase is None), None)
-            if coming is not None:
-                coming.phase = self.phase
-        self.time = max(self.time, (op.time if op is not None else 0.0) + latency)
+    def _join(self, op: Op, latency: float) -> None:
+        if self.cluster.grid.checks and op.clock[PROXY, self.made_by] < self.made_at:
+            raise BarrierFault(
+                f"{self.name} is used by {op.what}, to which its initialisation is not visible: "
+                "fence.mbarrier_init or fence.proxy.async is missing"
+            )
+        np.maximum(self.clock, op.clock, out=self.clock)
+        coming = next((use for use in self.remote if use.op is op and use.phase is None), None)
+        if coming is not None:
+            coming.phase = self.phase
+        self.time = max(self.time, op.time + latency)
 
     def _count(self, count: int, agent: int) -> None:
         if count > self.pending:
@@ -121,7 +111,7 @@ class Mbarrier:
         if abs(self.tx) > MAX_TX:
             raise BarrierFault(f"{self.name}: transaction count {self.tx} is out of range")
 
-    def complete(self, num_bytes: int, op: Op | None, latency: float = 0.0) -> None:
+    def complete(self, num_bytes: int, op: Op, latency: float = 0.0) -> None:
         """Count bytes of an asynchronous operation that have arrived."""
         self._join(op, latency)
         self.tx -= num_bytes
@@ -134,8 +124,7 @@ class Mbarrier:
         self.pending = self.count
         self.last, self.arrivals = self.arrivals, {}
         self.done_time = self.time
-        if self.clock is not None and self.done is not None:
-            np.maximum(self.done, self.clock, out=self.done)
+        np.maximum(self.done, self.clock, out=self.done)
 
     def unbalanced(self) -> bool:
         """Whether the phase has a begin that phases of this barrier do not have, or bytes that nobody announced.
@@ -149,15 +138,14 @@ class Mbarrier:
     def pass_(self, agents: Array, relaxed: bool = False) -> None:
         """Order these warps after the completed phase that they have observed."""
         clocks = self.cluster.clocks
-        if clocks is not None and self.done is not None:
-            self._see()
-            clocks.time[agents] = np.maximum(clocks.time[agents], self.done_time)
-            if relaxed:
-                order.passed(self.cluster, agents, self.done)
-                return
-            clocks.acquire(agents, self.done)
-            if self.cluster.cross:
-                order.share(self.cluster, np.unique(np.concatenate([agents, np.array(sorted(self.agents), np.int64)])))
+        self._see()
+        clocks.time[agents] = np.maximum(clocks.time[agents], self.done_time)
+        if relaxed:
+            order.passed(self.cluster, agents, self.done)
+            return
+        clocks.acquire(agents, self.done)
+        if self.cluster.cross:
+            order.share(self.cluster, np.unique(np.concatenate([agents, np.array(sorted(self.agents), np.int64)])))
 
     def _see(self) -> None:
         """Forget the uses by other CTAs in phases that a warp has seen complete, but for the latest in an order."""
@@ -182,7 +170,7 @@ def at(cta: Cta, address: int, cluster: bool = False) -> Mbarrier:
     return barrier
 
 
-def target(cta: Cta, address: int, op: Op | None, what: str, in_order: bool = False) -> Mbarrier:
+def target(cta: Cta, address: int, op: Op, what: str, in_order: bool = False) -> Mbarrier:
     """Look up the barrier at which an operation that `cta` has issued will arrive, in any CTA of the cluster."""
     barrier = at(cta, address, cluster=True)
     barrier.used_by(cta, what, op, in_order)
@@ -192,12 +180,8 @@ def target(cta: Cta, address: int, op: Op | None, what: str, in_order: bool = Fa
 # --- life of a barrier ------------------------------------------------------------------------------------------------
 
 
-@form("mbarrier.init{|.shared|.shared::cta}.b64", golden="mbarrier")
-def init(e: Emitter, inst: Inst, space: str) -> None:
-    e.call(_init, [e.shared_address(inst.operands[0], space), e.get(inst.operands[1], "u4")])
-
-
-def _init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> None:
+@called("mbarrier.init{|.shared|.shared::cta}.b64", operands="[] u4", golden="mbarrier")
+def init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> None:
     for lane, where, number in w.each(mask, address & OFFSET_MASK, count):
         w.cta.smem.check(np.array([where]), 8, "mbarrier.init")
         if not 1 <= number <= MAX_COUNT:
@@ -210,7 +194,7 @@ def _init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> Non
 
 
 def _check_end(cta: Cta) -> None:
-    if cta.clocks is not None:
+    if cta.grid.checks:
         _check_phases(cta)
         _check_remote(cta, cta.clocks)
 
@@ -248,12 +232,8 @@ def _check_remote(cta: Cta, clocks: Clocks) -> None:
                 )
 
 
-@form("mbarrier.inval{|.shared|.shared::cta}.b64", golden="mbarrier")
-def inval(e: Emitter, inst: Inst, space: str) -> None:
-    e.call(_inval, [e.shared_address(inst.operands[0], space)])
-
-
-def _inval(w: WarpBatch, mask: Array | None, address: Array) -> None:
+@called("mbarrier.inval{|.shared|.shared::cta}.b64", operands="[]", golden="mbarrier")
+def inval(w: WarpBatch, mask: Array | None, address: Array) -> None:
     for _, where in w.each(mask, address):
         at(w.cta, where)
         offset = where & OFFSET_MASK
@@ -262,20 +242,6 @@ def _inval(w: WarpBatch, mask: Array | None, address: Array) -> None:
 
 
 # --- arrivals ---------------------------------------------------------------------------------------------------------
-
-
-@form(f"mbarrier.{{arrive|arrive_drop}}{{}}{_SEM}{_SPACE}.b64", golden="mbarrier")
-@form(f"mbarrier.{{arrive|arrive_drop}}{{.expect_tx}}{_SEM}{_SPACE}.b64", since=90, golden="mbarrier")
-def arrive(e: Emitter, inst: Inst, how: str, expect: str, sem: str, scope: str, space: str) -> None:
-    target, address, *rest = inst.operands
-    number = e.get(rest[0], "u4") if rest else e.constant(1, "u4")
-    numbers = [e.constant(1, "u4"), number] if expect else [number, e.constant(0, "u4")]
-    flags = [str(how == "arrive_drop"), str(sem == ".relaxed")]
-    arguments = [e.shared_address(address, space), str(space in _ANYWHERE), *numbers, *flags]
-    if isinstance(target, Sym):
-        e.call(_arrive, arguments)
-    else:
-        e.call(_arrive, arguments, [(target, "u8")])
 
 
 _go_on = on_clocks(Clocks.go_on)
@@ -293,55 +259,49 @@ def _check_straddling(w: WarpBatch, lane: int, barrier: Mbarrier, first: _Phases
         )
 
 
-def _arrive(
-    w: WarpBatch,
-    mask: Array | None,
-    address: Array,
-    cluster: bool,
-    count: Array,
-    tx: Array,
-    drop: bool,
-    relaxed: bool,
+_ARRIVE: dict[str, Any] = {"operands": "$0 $1 $2 $4 [] u4=1", "results": "u8", "golden": "mbarrier"}
+
+
+@called(f"mbarrier.{{arrive|arrive_drop}}{{}}{_SEM}{_SPACE}.b64", **_ARRIVE)
+@called(f"mbarrier.{{arrive|arrive_drop}}{{.expect_tx}}{_SEM}{_SPACE}.b64", since=90, **_ARRIVE)
+def arrive(
+    w: WarpBatch, mask: Array | None, how: str, expect: str, sem: str, space: str, address: Array, numbers: Array
 ) -> Array:
-    """Arrive. The token is the number of the current phase."""
+    """Arrive with a count, or once with expected bytes. The token is the number of the current phase."""
     token = np.zeros(w.size, np.uint64)
     first: _Phases = {}
-    for lane, where, number, expected in w.each(mask, address, count, tx):
-        barrier = at(w.cta, where, cluster)
+    for lane, where, number in w.each(mask, address, numbers):
+        barrier = at(w.cta, where, space in _ANYWHERE)
         token[lane] = barrier.phase
         _check_straddling(w, lane, barrier, first)
-        if drop:
+        if how == "arrive_drop":
             barrier.count -= 1
         agent = int(w.lane_agents[lane])
         barrier.used_by(w.cta, "an arrival", agent=agent)
-        barrier.arrive(agent, number, expected, relaxed)
+        barrier.arrive(agent, *((1, number) if expect else (number, 0)), relaxed=sem == ".relaxed")
     _go_on(w, mask)
     return token
 
 
-@form(f"mbarrier.{{expect_tx|complete_tx}}{{|.relaxed}}{{|.cta|.cluster}}{_SPACE}.b64", since=90, golden="mbarrier")
-def transaction(e: Emitter, inst: Inst, op: str, sem: str, scope: str, space: str) -> None:
-    address, count = e.shared_address(inst.operands[0], space), e.get(inst.operands[1], "u4")
-    e.call(_transaction, [address, str(space in _ANYWHERE), count, str(op == "expect_tx")])
-
-
-def _transaction(w: WarpBatch, mask: Array | None, address: Array, cluster: bool, count: Array, expect: bool) -> None:
+@called(
+    f"mbarrier.{{expect_tx|complete_tx}}{{|.relaxed}}{{|.cta|.cluster}}{_SPACE}.b64",
+    operands="$0 $3 [] u4",
+    since=90,
+    golden="mbarrier",
+)
+def transaction(w: WarpBatch, mask: Array | None, how: str, space: str, address: Array, count: Array) -> None:
     for lane, where, number in w.each(mask, address, count):
-        barrier = at(w.cta, where, cluster)
+        barrier = at(w.cta, where, space in _ANYWHERE)
         agent = int(w.lane_agents[lane])
         barrier.seen(agent)
         barrier.used_by(w.cta, "a change of the expected bytes", agent=agent)
-        barrier.add_tx(number if expect else -number)
-        if not expect:
+        barrier.add_tx(number if how == "expect_tx" else -number)
+        if how == "complete_tx":
             barrier.advance()
 
 
-@form("cp.async.mbarrier.arrive{|.noinc}{|.shared|.shared::cta}.b64", golden="mbarrier")
-def copies_arrive(e: Emitter, inst: Inst, noinc: str, space: str) -> None:
-    e.call(_copies_arrive, [e.shared_address(inst.operands[0], space), str(bool(noinc))])
-
-
-def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool) -> None:
+@called("cp.async.mbarrier.arrive{|.noinc}{|.shared|.shared::cta}.b64", operands="$0 []", golden="mbarrier")
+def copies_arrive(w: WarpBatch, mask: Array | None, noinc: str, address: Array) -> None:
     """Arrive for each lane once its copies so far have landed; without .noinc, raise the pending count first."""
     from cute_attn.emulator.isa.copies import outstanding
 
@@ -356,7 +316,7 @@ def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool
         agent = int(w.lane_agents[lane])
         barrier.seen(agent)
         landed = copies[int(w.row[lane])]
-        if barrier.clock is not None and landed is not None:
+        if landed is not None:
             np.maximum(barrier.clock, landed, out=barrier.clock)
         if not noinc:
             barrier.pending += 1
@@ -367,21 +327,16 @@ def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
-@form(
-    f"mbarrier.{{test_wait|try_wait}}{{|.parity}}{{|.acquire|.relaxed}}{{|.cta|.cluster}}{_SPACE}.b64",
-    solo=True,
-    golden="mbarrier",
-)
-def wait(e: Emitter, inst: Inst, op: str, parity: str, sem: str, scope: str, space: str) -> None:
-    d, address, expected, *_ = inst.operands
-    arguments = [e.shared_address(address, space), e.get(expected, "u4" if parity else "u8")]
-    e.call(_test, [*arguments, str(bool(parity)), str(sem == ".relaxed")], [(d, "p")])
+_TEST: dict[str, Any] = {"results": "p", "solo": True, "golden": "mbarrier"}
+_ACQUIRE = "{|.acquire|.relaxed}{|.cta|.cluster}"
 
 
-def _test(w: WarpBatch, mask: Array | None, address: Array, expected: Array, parity: bool, relaxed: bool) -> Array:
+@called(f"mbarrier.{{test_wait|try_wait}}{{}}{_ACQUIRE}{_SPACE}.b64", operands="$1 $2 [] u8 ?", **_TEST)
+@called(f"mbarrier.{{test_wait|try_wait}}{{.parity}}{_ACQUIRE}{_SPACE}.b64", operands="$1 $2 [] u4 ?", **_TEST)
+def wait(w: WarpBatch, mask: Array | None, parity: str, sem: str, address: Array, expected: Array) -> Array:
     clocks = w.cta.clocks
     since, w.spin_since = w.spin_since, None
-    if clocks is not None and since is not None:
+    if since is not None:
         clocks.time[w.agents] = since  # the time of a waiting loop is that of what it waits for
     done = np.zeros(w.size, np.bool_)
     for where, want, some, agents in _tests(w, mask, address, expected):
@@ -390,11 +345,11 @@ def _test(w: WarpBatch, mask: Array | None, address: Array, expected: Array, par
             barrier.seen(int(agent))
         passed = (barrier.phase & 1) != (want & 1) if parity else barrier.phase > want
         if passed:
-            barrier.pass_(agents, relaxed)
+            barrier.pass_(agents, sem == ".relaxed")
             w.passed = barrier.name
             done[some] = True
         else:
-            w.spin_since = 0.0 if clocks is None else float(clocks.time[w.agents].max())
+            w.spin_since = float(clocks.time[w.agents].max())
             w.spinning = (
                 f"{barrier.name}, {'parity' if parity else 'phase'} {want} "
                 f"({barrier.pending} of {barrier.count} arrivals and {barrier.tx} bytes missing)"

@@ -2,74 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator import formats
 from cute_attn.emulator.dtypes import Array, some
-from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import Divergence
+from cute_attn.emulator.formats import DECODERS, Decode
 from cute_attn.emulator.isa import floats
-from cute_attn.emulator.isa.registry import called, form
-from cute_attn.emulator.ptx import Inst
+from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.warp_batch import WarpBatch
-
-Decode = Callable[[Array], Array]
-
-
-def _f16(words: Array) -> Array:
-    return words.view(np.float16).astype(np.float32)
-
-
-def _bf16(words: Array) -> Array:
-    return floats.bf16_to_f32(words.view(np.uint16))
-
-
-def _e4m3(words: Array) -> Array:
-    return formats.decode(words.view(np.uint8), "e4m3")
-
-
-def _e5m2(words: Array) -> Array:
-    return formats.decode(words.view(np.uint8), "e5m2")
-
-
-DECODERS: dict[str, Decode] = {".f16": _f16, ".bf16": _bf16, ".e4m3": _e4m3, ".e5m2": _e5m2}
-
-
-@form(
-    "mma.sync.aligned.m16n8{k16|k8}.row.col.f32{.f16.f16|.bf16.bf16}.f32",
-    converges=True,
-    conformance="approx",
-    golden="mma",
-)
-def mma_16bit(e: Emitter, inst: Inst, shape: str, kinds: str) -> None:
-    kind = "." + kinds.split(".")[1]
-    _emit(e, inst, DECODERS[kind], DECODERS[kind])
-
-
-@form(
-    "mma.sync.aligned.m16n8{k32|k16}.row.col.f32{.e4m3|.e5m2}{.e4m3|.e5m2}.f32",
-    since=89,
-    converges=True,
-    conformance="approx",
-    golden="mma",
-)
-def mma_8bit(e: Emitter, inst: Inst, shape: str, a: str, b: str) -> None:
-    _emit(e, inst, DECODERS[a], DECODERS[b])
-
-
-@form("mma.sync.aligned.m16n8{k16|k8}.row.col.f16.f16.f16.f16", converges=True, conformance="approx", golden="mma")
-def mma_f16(e: Emitter, inst: Inst, shape: str) -> None:
-    """Emit a product with fp16 accumulators: two words of pairs."""
-    d, *sources = inst.operands
-    e.call(_mma_f16, [e.values(x, "u4") for x in sources], [(x, "u4") for x in e.items(d)])
-
-
-def _emit(e: Emitter, inst: Inst, a_decode: Decode, b_decode: Decode) -> None:
-    d, a, b, c = inst.operands
-    sources = [e.values(a, "u4"), e.values(b, "u4"), e.values(c, "f4")]
-    e.call(_mma, [e.bind((a_decode, b_decode), "decode"), *sources], [(x, "f4") for x in e.items(d)])
 
 
 def whole(w: WarpBatch, mask: Array | None, what: str) -> None:
@@ -99,34 +41,46 @@ def _stack(w: WarpBatch, registers: tuple[Array, ...]) -> Array:
     return np.array([w.full(r) for r in registers])
 
 
-def _mma(
+_MMA: dict[str, Any] = {"converges": True, "conformance": "approx", "golden": "mma"}
+_FLOAT32: dict[str, Any] = {"operands": "$1 {u4} {u4} {f4}", "results": "{f4}", **_MMA}
+EIGHT_BITS = "{.e4m3.e4m3|.e4m3.e5m2|.e5m2.e4m3|.e5m2.e5m2}"
+
+
+@called("mma.sync.aligned.m16n8{k16|k8}.row.col.f32{.f16.f16|.bf16.bf16}.f32", **_FLOAT32)
+@called(f"mma.sync.aligned.m16n8{{k32|k16}}.row.col.f32{EIGHT_BITS}.f32", since=89, **_FLOAT32)
+def mma(
     w: WarpBatch,
     mask: Array | None,
-    how: tuple[Decode, Decode],
+    kinds: str,
     a: tuple[Array, ...],
     b: tuple[Array, ...],
     c: tuple[Array, ...],
 ) -> Array:
     whole(w, mask, "mma.sync")
-    left, right = a_matrix(w, a, how[0]), _b_matrix(w, b, how[1])
+    a_decode, b_decode = (DECODERS[kind] for kind in kinds[1:].split("."))
+    return _multiply_add(w, a_matrix(w, a, a_decode), _b_matrix(w, b, b_decode), _stack(w, c))
+
+
+def _multiply_add(w: WarpBatch, a: Array, b: Array, c: Array) -> Array:
+    """Add products of [warps, 16, k] and [warps, 8, k] to accumulators [4, lanes]."""
     # In fp64: the order in which a BLAS adds depends on a row's place in the tile, the bits of a GPU's sums do not.
-    product = np.matmul(left.astype("f8"), right.astype("f8").transpose(0, 2, 1)).astype("f4")  # [warps, 16, 8]
-    warps = len(w.warps)
-    fragments = product.reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, w.size)
-    total: Array = fragments + _stack(w, c)
+    product = np.matmul(a.astype("f8"), b.astype("f8").transpose(0, 2, 1)).astype("f4")  # [warps, 16, 8]
+    fragments = product.reshape(len(w.warps), 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, w.size)
+    total: Array = fragments + c
     return total
 
 
-def _mma_f16(
+@called("mma.sync.aligned.m16n8{k16|k8}.row.col.f16.f16.f16.f16", operands="{u4} {u4} {u4}", results="{u4}", **_MMA)
+def mma_f16(
     w: WarpBatch, mask: Array | None, a: tuple[Array, ...], b: tuple[Array, ...], c: tuple[Array, ...]
 ) -> list[Array]:
-    wide = _f16(_stack(w, c)).reshape(2, w.size, 2)
-    spread = (wide[0, :, 0], wide[0, :, 1], wide[1, :, 0], wide[1, :, 1])
-    d = _mma(w, mask, (_f16, _f16), a, b, spread)
+    """Multiply and add with fp16 accumulators: two words of pairs."""
+    wide = DECODERS["f16"](_stack(w, c)).reshape(2, w.size, 2)
+    d = mma(w, mask, ".f16.f16", a, b, (wide[0, :, 0], wide[0, :, 1], wide[1, :, 0], wide[1, :, 1]))
     return [floats.packed(d[i : i + 2].T, ".f16x2") for i in (0, 2)]
 
 
-@called("movmatrix.sync.aligned.m8n8.trans.b16", kinds=("u4",), results=("u4",), converges=True, golden="matrix")
+@called("movmatrix.sync.aligned.m8n8.trans.b16", operands="u4", results="u4", converges=True, golden="matrix")
 def movmatrix(w: WarpBatch, mask: Array | None, a: Array) -> Array:
     """Transpose: lane l holds elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, before and after."""
     whole(w, mask, "movmatrix")

@@ -45,7 +45,7 @@ class HappensBefore:
 def publish(w: WarpBatch, mask: Array | None, address: Array, release: bool) -> None:
     """Record a strong write by the active lanes. Called after the write."""
     cluster, relation = w.cta.cluster, w.cta.grid.happens_before
-    if cluster.clocks is None:
+    if not cluster.grid.checks:
         return
     for lane, where in w.each(mask, address):
         agent = int(w.lane_agents[lane])
@@ -57,7 +57,7 @@ def publish(w: WarpBatch, mask: Array | None, address: Array, release: bool) -> 
 def observe(w: WarpBatch, mask: Array | None, address: Array, acquire: bool) -> None:
     """Record a strong read by the active lanes."""
     cluster, relation = w.cta.cluster, w.cta.grid.happens_before
-    if cluster.clocks is None or not relation.released:
+    if not relation.released:
         return
     for lane, where in w.each(mask, address):
         messages = relation.released.get(where, [])
@@ -68,11 +68,10 @@ def observe(w: WarpBatch, mask: Array | None, address: Array, acquire: bool) -> 
             relation.observed.setdefault((cluster.number, agent), []).extend(messages)
 
 
-def fence(w: WarpBatch, mask: Array | None, wide: bool) -> None:
-    """Apply fence.acq_rel, fence.sc or membar. `wide`: of gpu or sys scope; else only mbarriers hand it on."""
+def fence(w: WarpBatch, mask: Array | None, scope: str) -> None:
+    """Apply fence.acq_rel, fence.sc or membar. Those of a CTA or a cluster only mbarriers hand on."""
     cluster, relation = w.cta.cluster, w.cta.grid.happens_before
-    if cluster.clocks is None:
-        return
+    wide = scope in (".gpu", ".sys", ".gl")
     for lane in w.first_lanes(mask):
         agent = int(w.lane_agents[lane])
         warp = cluster.number, agent
@@ -89,7 +88,6 @@ def published(cluster: Cluster, agent: int, relaxed: bool) -> Array:
     tcgen05.fence::before_thread_sync has published.
     """
     clocks = cluster.clocks
-    assert clocks is not None
     whole: Array = clocks.v[agent]
     if not relaxed or cluster.lax:
         return whole
@@ -102,7 +100,6 @@ def published(cluster: Cluster, agent: int, relaxed: bool) -> Array:
 def passed(cluster: Cluster, agents: Array, clock: Array) -> None:
     """Order warps after a phase of an mbarrier that they have seen complete with relaxed semantics."""
     clocks = cluster.clocks
-    assert clocks is not None
     if cluster.lax:
         clocks.acquire(agents, clock)
         return
@@ -127,14 +124,12 @@ def share(cluster: Cluster, agents: Array) -> None:
 
 
 def _message(cluster: Cluster, agent: int) -> Message:
-    assert cluster.clocks is not None
     clock = cluster.clocks.release(np.array([agent]))
     return Message(cluster.number, clock, dict(cluster.cross.get(agent, {})))
 
 
 def _acquire(cluster: Cluster, agent: int, messages: list[Message]) -> None:
     clocks = cluster.clocks
-    assert clocks is not None
     for message in messages:
         cross = cluster.cross.setdefault(agent, {})
         for key, epoch in message.cross.items():

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -80,12 +80,17 @@ def form(*templates: str, **traits: Any) -> Callable[[Build], Build]:
     return register
 
 
-def computed(functions: Mapping[str, str | Callable[..., Any]], *kinds: str, **traits: Any) -> None:
-    """Register forms that compute one value of others (`Emitter.compute`): functions or patterns by template."""
+def computed(
+    functions: Mapping[str, str | Callable[..., Any]],
+    *,
+    compute: Callable[[Emitter, Inst, str | Callable[..., Any]], None] = Emitter.compute,
+    **traits: Any,
+) -> None:
+    """Register forms that compute one value of others: functions or patterns by template, and what emits them."""
 
     def register(function: str | Callable[..., Any]) -> Build:
         def build(e: Emitter, inst: Inst, *choices: str) -> None:
-            e.compute(inst, function, *kinds)
+            compute(e, inst, function)
 
         return build
 
@@ -93,17 +98,23 @@ def computed(functions: Mapping[str, str | Callable[..., Any]], *kinds: str, **t
         form(template, **traits)(register(function))
 
 
-def called(
-    *templates: str, kinds: Sequence[str] = (), results: Sequence[str] = (), choices: int = 0, **traits: Any
-) -> Callable[[Run], Run]:
-    """Register forms that call the decorated function of a warp batch and a mask, with the first `choices` and the
-    values of the operands (`Emitter.apply`). `kinds`: the operands' types, none for immediates; `results`: the types of
-    what it returns.
+def called(*templates: str, operands: str = "", results: str = "", **traits: Any) -> Callable[[Run], Run]:
+    """Register forms that call the decorated function of a warp batch, a mask and `operands`. Kinds of operands:
+
+    - `u4`: the value as this type; `.`: as the type that the opcode ends with; `u4=0`: with a default; `#`: a number
+    - `{u4}`: the values of a vector
+    - `[u4]`, `[u8]`: an address in shared, in global memory; `[]`: in shared memory, generic where the opcode names no
+      space; `[u8]{i4}`: the address of a tensor map, and coordinates
+    - `?`: what may be there and has no effect. Policies of the L2 cache are left out.
+    - `$0`: no operand, but the first choice of the template; `$op`: the opcode; `$type`: the type that it ends with;
+      `$items`: the number of results
+
+    `results`: the types of what it returns, for the first operand, or for the parts of a pair; `{u4}`: for all items.
     """
 
     def register(function: Run) -> Run:
-        def build(e: Emitter, inst: Inst, *given: str) -> None:
-            e.apply(inst, function, given[:choices], kinds, results)
+        def build(e: Emitter, inst: Inst, *choices: str) -> None:
+            e.apply(inst, function, choices, operands, results)
 
         form(*templates, **traits)(build)
         return function

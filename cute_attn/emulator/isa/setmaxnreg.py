@@ -37,38 +37,30 @@ def pool_of(cta: Cta) -> Pool:
     return cta.unit("registers", lambda: Pool(cta.num_warps, cta.grid.registers))
 
 
-class _Claim(Wait):
-    """Waits until the pool has enough registers for all warps of a batch."""
-
-    def __init__(self, pool: Pool, warps: Array, count: int) -> None:
-        super().__init__("")
-        self.pool, self.warps, self.count = pool, warps, count
-
-    def ready(self) -> bool:
-        missing = self.pool.missing(self.warps, self.count)
-        if missing <= 0:
-            self.pool.held[self.warps] = self.count
-            return True
-        pool = self.pool
-        self.what = (
-            f"setmaxnreg.inc to {self.count} lacks {missing} registers: {pool.free} of the CTA's {pool.total} "
-            f"({pool.at_launch} a thread at launch) are free, its warps hold {', '.join(map(str, pool.held))}"
-        )
-        return False
-
-
-@called("setmaxnreg.inc.sync.aligned.u32", since=90, solo=True, converges=True, conformance="order")
+@called("setmaxnreg.inc.sync.aligned.u32", operands="#", since=90, solo=True, converges=True, conformance="order")
 def claim(w: WarpBatch, mask: Array | None, count: int) -> None:
     warps, pool = _warps(w, mask, count, "setmaxnreg.inc"), pool_of(w.cta)
     most = int(pool.held[warps].max())
     if most > count:
         raise RegisterFault(f"setmaxnreg.inc to {count} by a warp that holds {most} registers a thread")
-    waiting = _Claim(pool, warps, count)
-    if not waiting.ready():
+
+    def granted() -> bool:
+        missing = pool.missing(warps, count)
+        if missing <= 0:
+            pool.held[warps] = count
+            return True
+        waiting.what = (
+            f"setmaxnreg.inc to {count} lacks {missing} registers: {pool.free} of the CTA's {pool.total} "
+            f"({pool.at_launch} a thread at launch) are free, its warps hold {', '.join(map(str, pool.held))}"
+        )
+        return False
+
+    waiting = Wait("", granted)
+    if not granted():
         w.wait = waiting
 
 
-@called("setmaxnreg.dec.sync.aligned.u32", since=90, converges=True, conformance="order")
+@called("setmaxnreg.dec.sync.aligned.u32", operands="#", since=90, converges=True, conformance="order")
 def release(w: WarpBatch, mask: Array | None, count: int) -> None:
     warps, pool = _warps(w, mask, count, "setmaxnreg.dec"), pool_of(w.cta)
     least = int(pool.held[warps].min())

@@ -6,12 +6,10 @@ import numpy as np
 
 from cute_attn.emulator import access, tensormap
 from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import MemoryFault, PtxError
 from cute_attn.emulator.isa.bulk import HINT, MULTICAST, Task, open_group, post_load, posted_store, ranks_of
-from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import GENERIC_PARAM, OFFSET_MASK, RANK_SHIFT
-from cute_attn.emulator.ptx import Addr, Inst, Operand, Vec
 from cute_attn.emulator.warp_batch import WarpBatch
 
 _DIMS = "{.1d|.2d|.3d|.4d|.5d}"
@@ -24,39 +22,7 @@ _GROUP = "{.cta_group::1|.cta_group::2}"
 
 _LOAD = f"cp.async.bulk.tensor{_DIMS}"
 _TILED = ".global{|.tile}.mbarrier::complete_tx::bytes"
-
-
-@form(f"{_LOAD}.shared::cta{_TILED}{HINT}", f"{_LOAD}.shared::cluster{_TILED}{MULTICAST}{HINT}", since=90, golden="tma")
-def tensor_load(e: Emitter, inst: Inst, dims: str, *choices: str) -> None:
-    target, source, barrier, *extra = inst.operands
-    table, coordinates = _tensor_operand(e, source, int(dims[1]))
-    multicast = ".multicast::cluster" in inst.op
-    mask = e.get(extra[0], "u4") if multicast else e.constant(0, "u4")
-    arguments = [e.address(target, wide=False), table, coordinates, e.address(barrier, wide=False), mask]
-    e.call(_tensor_load, [*arguments, str(multicast), str(".cta_group::2" in inst.op)])
-
-
-@form(
-    f"{_LOAD}.shared::cluster{_TILED}{MULTICAST}{_GROUP}{HINT}",
-    f"{_LOAD}.shared::cluster{_TILED}{MULTICAST}.L2::cache_hint{_GROUP}",
-    since=100,
-    only=_PAIRS,
-    conformance="unverified",
-)
-def pair_load(e: Emitter, inst: Inst, dims: str, *choices: str) -> None:
-    """Emit a load that names the CTA group: with .cta_group::2 the barrier may be that of the CTA's peer."""
-    tensor_load(e, inst, dims)
-
-
-def _tensor_operand(e: Emitter, operand: Operand, numbers: int) -> tuple[str, str]:
-    """Table address and coordinates of an operand `[map, {c0, c1, ...}]`."""
-    if not isinstance(operand, Addr) or not operand.rest or not isinstance(operand.rest[0], Vec):
-        raise PtxError("a tensor operand needs coordinates")
-    place = operand.rest[0]
-    if len(place.items) != numbers:
-        raise PtxError(f"{len(place.items)} coordinates where {numbers} are needed")
-    base = e.address(Addr(operand.base, operand.offset), wide=True)
-    return base, e.values(place, "i4")
+_OPERANDS = "$op [u4] [u8]{i4} [u4] u4=0"
 
 
 def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:
@@ -70,7 +36,7 @@ def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:
         else:
             if address % 64:
                 raise MemoryFault(f"the tensor map at {address:#x} is not aligned to 64 bytes")
-            rows = access.op_load_global(w.cta, np.array([address]), tensormap.BYTES, None, "a tensor map's read")
+            rows = access.read_global(w.cta, np.array([address]), tensormap.BYTES, None, "a tensor map's read")
             raw = rows.tobytes()
         found = cache[address] = tensormap.decode(raw)
         if tensormap.DTYPES[found.dtype] in tensormap.CONVERTING:
@@ -78,17 +44,33 @@ def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:
     return found
 
 
-def _tensor_load(
+@called(
+    f"{_LOAD}.shared::cluster{_TILED}{MULTICAST}{_GROUP}{HINT}",
+    f"{_LOAD}.shared::cluster{_TILED}{MULTICAST}.L2::cache_hint{_GROUP}",
+    operands=_OPERANDS,
+    since=100,
+    only=_PAIRS,
+    conformance="unverified",
+)
+@called(
+    f"{_LOAD}.shared::cta{_TILED}{HINT}",
+    f"{_LOAD}.shared::cluster{_TILED}{MULTICAST}{HINT}",
+    operands=_OPERANDS,
+    since=90,
+    golden="tma",
+)
+def tensor_load(
     w: WarpBatch,
     mask: Array | None,
+    opcode: str,
     target: Array,
     table: Array,
     coordinates: tuple[Array, ...],
     barrier: Array,
     ctas: Array,
-    multicast: bool,
-    pair: bool,
 ) -> None:
+    """Load boxes. With .cta_group::2 the barrier may be that of the CTA's peer."""
+    multicast, pair = ".multicast::cluster" in opcode, ".cta_group::2" in opcode
     for lane, map_address, at, bar, named, *place in w.each(mask, table, target, barrier, ctas, *coordinates):
         tensor = _map_at(w, map_address)
         _check_place(tensor, place, lane)
@@ -113,47 +95,19 @@ def _leader(rank: int, barrier: int, pair: bool) -> int:
     return (rank & ~1) | (barrier >> RANK_SHIFT & 1) if pair else rank
 
 
-@form(
-    f"cp.async.bulk.prefetch.tensor{_DIMS}.L2.global{{|.tile}}{HINT}",
-    f"cp.async.bulk.prefetch.L2.global{HINT}",
-    since=90,
-    conformance="order",
-)
-def prefetch(e: Emitter, inst: Inst, *choices: str) -> None:
-    """Emit nothing: a prefetch changes no values."""
-
-
 # --- tensors: stores and reductions -----------------------------------------------------------------------------------
 
 
-@form(f"cp.async.bulk.tensor{_DIMS}.global.shared::cta{{|.tile}}.bulk_group{HINT}", since=90, golden="tma")
-def tensor_store(e: Emitter, inst: Inst, dims: str, tile: str, hint: str) -> None:
-    _store(e, inst, int(dims[1]), "")
-
-
-@form(
+@called(
+    f"cp.async.bulk.tensor{_DIMS}.global.shared::cta{{}}{{|.tile}}.bulk_group{HINT}",
     f"cp.reduce.async.bulk.tensor{_DIMS}.global.shared::cta{{.add|.min|.max|.inc|.dec|.and|.or|.xor}}"
     f"{{|.tile}}.bulk_group{HINT}",
+    operands="$1 [u8]{i4} [u4]",
     since=90,
     golden="tma",
 )
-def tensor_reduce(e: Emitter, inst: Inst, dims: str, op: str, tile: str, hint: str) -> None:
-    _store(e, inst, int(dims[1]), op)
-
-
-def _store(e: Emitter, inst: Inst, numbers: int, op: str) -> None:
-    target, source, *_ = inst.operands
-    table, coordinates = _tensor_operand(e, target, numbers)
-    e.call(_tensor_store, [table, coordinates, e.address(source, wide=False), repr(op)])
-
-
-def _tensor_store(
-    w: WarpBatch,
-    mask: Array | None,
-    table: Array,
-    coordinates: tuple[Array, ...],
-    source: Array,
-    reduce: str,
+def tensor_store(
+    w: WarpBatch, mask: Array | None, reduce: str, table: Array, coordinates: tuple[Array, ...], source: Array
 ) -> None:
     tasks: dict[tuple[int, ...], Task] = {}
     for lane, map_address, at, *place in w.each(mask, table, source, *coordinates):

@@ -10,12 +10,10 @@ import numpy as np
 from cute_attn.emulator import access
 from cute_attn.emulator.clocks import Clocks
 from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import LaunchFault, MemoryFault, PtxError
 from cute_attn.emulator.isa.barriers import on_clocks
 from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import called, form
-from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.tensor_memory import WARP, TensorMemory, cells, split_address
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 ARCHS = (100, 103)
 GROUP = ".cta_group::{1|2}"
-_NUM = "{.x1|.x2|.x4|.x8|.x16|.x32|.x64|.x128}"
+_NUM = ".x{1|2|4|8|16|32|64|128}"
 
 
 tensor_form = functools.partial(form, since=100, only=ARCHS, conformance="unverified")
@@ -32,7 +30,8 @@ tensor_call = functools.partial(called, since=100, only=ARCHS, conformance="unve
 
 
 def memory_of(cta: Cta) -> TensorMemory:
-    return cta.unit("tcgen05", functools.partial(TensorMemory, cta.clocks), functools.partial(_check_leak, cta.index))
+    make = functools.partial(TensorMemory, cta.clocks, cta.grid.checks)
+    return cta.unit("tcgen05", make, functools.partial(_check_leak, cta.index))
 
 
 def _check_leak(index: tuple[int, int, int], memory: TensorMemory) -> None:
@@ -83,36 +82,31 @@ class _Allocating(Wait):
             return False
         if len({request.columns for request in requests}) > 1:
             raise MemoryFault("tcgen05.alloc: the CTAs of a pair ask for different numbers of columns")
-        free = TensorMemory(None)
-        for request in requests:
-            free.owner |= memory_of(request.cta).owner != 0
-        start = free.find(self.columns)
-        if start is None:
+        owners = np.array([memory_of(request.cta).owner for request in requests])
+        free = (owners == 0).all(axis=0).reshape(-1, self.columns).all(axis=1)  # by place, aligned to the count
+        if not free.any():
             return False
+        start = int(free.argmax()) * self.columns
         for request, asking in zip(requests, self.asking, strict=True):
             request.grant(start)
             asking.pop(0)
         return True
 
 
-@tensor_form(f"tcgen05.alloc{GROUP}.sync.aligned{{|.shared::cta}}.b32", solo=True, converges=True)
-def alloc(e: Emitter, inst: Inst, group: str, space: str) -> None:
-    e.call(_alloc, [e.shared_address(inst.operands[0], space), e.get(inst.operands[1], "u4"), group])
-
-
-def _alloc(w: WarpBatch, mask: Array | None, address: Array, count: Array, group: int) -> None:
+@tensor_call(f"tcgen05.alloc{GROUP}.sync.aligned{{|.shared::cta}}.b32", operands="$0 [] u4", solo=True, converges=True)
+def alloc(w: WarpBatch, mask: Array | None, group: str, address: Array, count: Array) -> None:
     whole(w, mask, "tcgen05.alloc")
     lanes = w.first_lanes(mask)
     if len(lanes) > 1:
         raise MemoryFault("tcgen05.alloc by more than one warp at once")
     columns, target = w.uniform(count, mask, "column count"), w.uniform(address, mask, "address")
     memory_of(w.cta).check_allocation(columns)
-    waiting = _Allocating(w.cta, int(w.lane_agents[lanes[0]]), target, columns, group)
+    waiting = _Allocating(w.cta, int(w.lane_agents[lanes[0]]), target, columns, int(group))
     if not waiting.ready():
         w.wait = waiting
 
 
-@tensor_call(f"tcgen05.dealloc{GROUP}.sync.aligned.b32", kinds=("u4", "u4"), choices=1, converges=True)
+@tensor_call(f"tcgen05.dealloc{GROUP}.sync.aligned.b32", operands="$0 u4 u4", converges=True)
 def dealloc(w: WarpBatch, mask: Array | None, group: str, address: Array, count: Array) -> None:
     whole(w, mask, "tcgen05.dealloc")
     pair_of(w.cta, int(group))
@@ -122,7 +116,7 @@ def dealloc(w: WarpBatch, mask: Array | None, group: str, address: Array, count:
         memory.free(start, columns, int(w.lane_agents[lane]))
 
 
-@tensor_call(f"tcgen05.relinquish_alloc_permit{GROUP}.sync.aligned", choices=1, converges=True)
+@tensor_call(f"tcgen05.relinquish_alloc_permit{GROUP}.sync.aligned", operands="$0", converges=True)
 def relinquish(w: WarpBatch, mask: Array | None, group: str) -> None:
     pair_of(w.cta, int(group))
     memory_of(w.cta).relinquished = True
@@ -153,23 +147,9 @@ def _places(num: int, warps: tuple[int, ...], addresses: tuple[int, ...], what: 
     return Places(lanes[:, :, None], columns[:, None, :], shadow)
 
 
-@tensor_form(f"tcgen05.ld.sync.aligned.32x32b{_NUM}.b32", converges=True)
-def load(e: Emitter, inst: Inst, num: str) -> None:
-    registers = e.items(inst.operands[0])
-    _check_registers(inst, num, len(registers))
-    arguments = [num[2:], e.address(inst.operands[1], wide=False)]
-    e.call(_load, arguments, [(register, "u4") for register in registers], rows=True)
-
-
-@tensor_form(f"tcgen05.st.sync.aligned.32x32b{_NUM}.b32", converges=True)
-def store(e: Emitter, inst: Inst, num: str) -> None:
-    _check_registers(inst, num, len(e.items(inst.operands[1])))
-    e.call(_store, [e.address(inst.operands[0], wide=False), e.values(inst.operands[1], "u4")])
-
-
-def _check_registers(inst: Inst, num: str, count: int) -> None:
-    if count != int(num[2:]):
-        raise PtxError(f"{inst.op} with {count} registers, it has {num[2:]}")
+def _check_registers(what: str, num: str, count: int) -> None:
+    if count != int(num):
+        raise PtxError(f"{what}.x{num} with {count} registers, it has {num}")
 
 
 def _present(w: WarpBatch, mask: Array | None, num: int, address: Array, what: str) -> tuple[Array, Places]:
@@ -184,8 +164,10 @@ def _present(w: WarpBatch, mask: Array | None, num: int, address: Array, what: s
     return rows, _places(num, tuple(w.warps[rows].tolist()), tuple(at[first].tolist()), what)
 
 
-def _load(w: WarpBatch, mask: Array | None, num: int, address: Array) -> Array:
+@tensor_call(f"tcgen05.ld.sync.aligned.32x32b{_NUM}.b32", operands="$0 $items [u4]", results="{u4}", converges=True)
+def load(w: WarpBatch, mask: Array | None, asked: str, num: int, address: Array) -> Array:
     what = "tcgen05.ld.32x32b"
+    _check_registers(what, asked, num)
     memory = memory_of(w.cta)
     rows, places = _present(w, mask, num, address, what)
     for columns in places.columns:
@@ -208,7 +190,6 @@ def _note_read(w: WarpBatch, memory: TensorMemory, agent: int, columns: Array, t
         return
     if w.cta.grid.strict:
         op = memory.begin(agent, "tcgen05.ld")
-        assert op is not None
         conflict = memory.shadow.op_read(touched, op)
     else:
         # A row for each cell: those of one load lie in two to four blocks, and no row may cross a block.
@@ -216,21 +197,23 @@ def _note_read(w: WarpBatch, memory: TensorMemory, agent: int, columns: Array, t
     memory.refuse(what, columns, conflict)
 
 
-def _store(w: WarpBatch, mask: Array | None, address: Array, values: tuple[Array, ...]) -> None:
+@tensor_call(f"tcgen05.st.sync.aligned.32x32b{_NUM}.b32", operands="$0 [u4] {u4}", converges=True)
+def store(w: WarpBatch, mask: Array | None, asked: str, address: Array, values: tuple[Array, ...]) -> None:
     what = "tcgen05.st.32x32b"
+    _check_registers(what, asked, len(values))
     memory = memory_of(w.cta)
     rows, places = _present(w, mask, len(values), address, what)
     words = np.array([w.full(v) for v in values]).reshape(len(values), -1, 32)[:, rows].transpose(1, 2, 0)
     for row, columns, touched in zip(rows, places.columns, places.cells, strict=True):
         memory.check(columns, what)
         op = memory.begin(int(w.agents[row]), "tcgen05.st")
-        if op is not None and memory.shadow is not None:
+        if memory.shadow is not None:
             memory.refuse(what, columns, memory.shadow.op_write(touched, op))
     memory.words[places.lanes, places.columns] = words
     memory.valid[places.lanes, places.columns] = True
 
 
-@tensor_call("tcgen05.wait::{ld|st}.sync.aligned", choices=1, converges=True)
+@tensor_call("tcgen05.wait::{ld|st}.sync.aligned", operands="$0", converges=True)
 def wait(w: WarpBatch, mask: Array | None, which: str) -> None:
     whole(w, mask, "tcgen05.wait")
     memory = memory_of(w.cta)

@@ -41,7 +41,7 @@ def members(w: WarpBatch, mask: Array | None, member_mask: Array, what: str) -> 
 _TOGETHER: dict[str, Any] = {"converges": True, "golden": "warp"}
 
 
-@called("shfl.sync{.up|.down|.bfly|.idx}.b32", kinds=("u4",) * 4, results=("u4", "p"), choices=1, **_TOGETHER)
+@called("shfl.sync{.up|.down|.bfly|.idx}.b32", operands="$0 u4 u4 u4 u4", results="u4 p", **_TOGETHER)
 def shfl(
     w: WarpBatch, mask: Array | None, mode: str, a: Array, b: Array, c: Array, member: Array
 ) -> tuple[Array, Array]:
@@ -79,7 +79,7 @@ def _sources(w: WarpBatch, mode: str, b: Array, c: Array) -> tuple[Array, Array]
     return w.row * 32 + source, valid
 
 
-@called("vote.sync{.any|.all|.uni}.pred", kinds=("p", "u4"), results=("p",), choices=1, **_TOGETHER)
+@called("vote.sync{.any|.all|.uni}.pred", operands="$0 p u4", results="p", **_TOGETHER)
 def vote(w: WarpBatch, mask: Array | None, mode: str, p: Array, member: Array) -> Array:
     members(w, mask, member, "vote.sync")
     active = w.active(mask).reshape(-1, 32)
@@ -90,20 +90,20 @@ def vote(w: WarpBatch, mask: Array | None, mode: str, p: Array, member: Array) -
     return found
 
 
-@called("vote.sync.ballot.b32", kinds=("p", "u4"), results=("u4",), **_TOGETHER)
+@called("vote.sync.ballot.b32", operands="p u4", results="u4", **_TOGETHER)
 def vote_ballot(w: WarpBatch, mask: Array | None, p: Array, member: Array) -> Array:
     members(w, mask, member, "vote.sync")
     found: Array = ballot((w.full(p) & w.active(mask)).reshape(-1, 32))[w.row]
     return found
 
 
-@called("activemask.b32", results=("u4",), golden="warp")
+@called("activemask.b32", results="u4", golden="warp")
 def activemask(w: WarpBatch, mask: Array | None) -> Array:
     found: Array = ballot(w.active(mask).reshape(-1, 32))[w.row]
     return found
 
 
-@called("match.any.sync{.b32|.b64}", kinds=("", "u4"), results=("u4",), **_TOGETHER)
+@called("match.any.sync{.b32|.b64}", operands=". u4", results="u4", **_TOGETHER)
 def match_any(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> Array:
     members(w, mask, member, "match.sync")
     rows = w.full(a).reshape(-1, 32)
@@ -112,7 +112,7 @@ def match_any(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> Arra
     return ballot(same.reshape(-1, 32))
 
 
-@called("match.all.sync{.b32|.b64}", kinds=("", "u4"), results=("u4", "p"), **_TOGETHER)
+@called("match.all.sync{.b32|.b64}", operands=". u4", results="u4 p", **_TOGETHER)
 def match_all(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> tuple[Array, Array]:
     same = match_any(w, mask, a, member)
     here = activemask(w, mask)
@@ -120,13 +120,7 @@ def match_all(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> tupl
     return np.where(every, here, np.uint32(0)), every
 
 
-@called(
-    "redux.sync{.add|.min|.max|.and|.or|.xor}{.u32|.s32|.b32}",
-    kinds=("", "u4"),
-    results=("",),
-    choices=1,
-    **_TOGETHER,
-)
+@called("redux.sync{.add|.min|.max|.and|.or|.xor}{.u32|.s32|.b32}", operands="$0 . u4", results=".", **_TOGETHER)
 def redux(w: WarpBatch, mask: Array | None, op: str, a: Array, member: Array) -> Array:
     members(w, mask, member, "redux.sync")
     rows = w.full(a).reshape(-1, 32)
@@ -138,7 +132,7 @@ def redux(w: WarpBatch, mask: Array | None, op: str, a: Array, member: Array) ->
     return out.ravel()
 
 
-@called("elect.sync", kinds=("u4",), results=("u4", "p"), since=90, **_TOGETHER)
+@called("elect.sync", operands="u4", results="u4 p", since=90, **_TOGETHER)
 def elect(w: WarpBatch, mask: Array | None, member: Array) -> tuple[Array, Array]:
     members(w, mask, member, "elect.sync")
     first = np.zeros(len(w.warps), np.uint32)
@@ -148,6 +142,6 @@ def elect(w: WarpBatch, mask: Array | None, member: Array) -> tuple[Array, Array
     return chosen, w.lane == chosen
 
 
-@called("bar.warp.sync", "barrier.warp.sync", kinds=("u4",), conformance="order", **_TOGETHER)
+@called("bar.warp.sync", "barrier.warp.sync", operands="u4", conformance="order", **_TOGETHER)
 def bar_warp(w: WarpBatch, mask: Array | None, member: Array) -> None:
     members(w, mask, member, "bar.warp.sync")

@@ -16,7 +16,8 @@ from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import EmulatorError, PtxError, RegisterFault
-from cute_attn.emulator.isa.mma import DECODERS, Decode, a_matrix, whole
+from cute_attn.emulator.formats import DECODERS
+from cute_attn.emulator.isa.mma import EIGHT_BITS, a_matrix, whole
 from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.ptx import Inst, Reg, Vec
 from cute_attn.emulator.warp_batch import Split, WarpBatch
@@ -49,87 +50,68 @@ class Product:
     """D = A B (+ D), issued by one batch. `a` is a descriptor, or the matrix that the registers held."""
 
     n: int
-    k_bytes: int
-    decoders: tuple[Decode, Decode]
-    item_bytes: int
+    kinds: tuple[str, str]
     a: smem_matrix.Operand | Array
     b: smem_matrix.Operand
     signs: tuple[int, int]
     half: bool  # accumulators are pairs of f16
     old: Product | list[Any] | None  # the accumulators, if they count: those of a product, or registers
-    op: Op | None
+    op: Op
+    clocks: Array  # of each warp at the issue
     marks: list[InFlight] = dataclasses.field(default_factory=list)
-    results: Array | None = None  # [registers, lanes]
-    clocks: Any = None  # of each warp at the issue
+    sums: Array | None = None  # D: [warps, 16, n]
 
     def run(self, w: WarpBatch) -> None:
-        if self.results is not None:
+        if self.sums is not None:
             return
-        b = self._load(w, self.b, 0, self.n, self.decoders[1], slice(None))
-        if isinstance(self.a, smem_matrix.Operand):
-            left = [
-                self._load(w, self.a, 16 * int(warp % 4), 16, self.decoders[0], slice(i, i + 1))
-                for i, warp in enumerate(w.warps)
-            ]
-            a = np.stack(left)
-        else:
-            a = self.a
-        if self.item_bytes == 1 and not self.half:
-            old = self._old(w)
-            sums = np.zeros((len(w.warps), 16, self.n), np.float32) if old is None else self._gathered(w, old)
-            self.results = self._spread(w, narrow_sums.multiply_add(self.signs[0] * a, self.signs[1] * b, sums))
+        b = self.signs[1] * self._load(w, self.b, 0, self.n, self.kinds[1], slice(None))
+        a = self.signs[0] * (self._left(w, self.a) if isinstance(self.a, smem_matrix.Operand) else self.a)
+        old = self._old(w)
+        if smem_matrix.ITEM_BYTES[self.kinds[0]] == 1 and not self.half:
+            zeros = np.zeros((len(w.warps), 16, self.n), np.float32)
+            self.sums = narrow_sums.multiply_add(a, b, zeros if old is None else old)
             return
         # In fp64, as in mma.sync: a row's place in the tile must not matter.
-        wide = self.signs[0] * a.astype("f8"), self.signs[1] * b.T.astype("f8")
-        product = np.matmul(*wide).astype("f4")  # [warps, 16, n]
-        self.results = self._added(w, self._spread(w, product))
-
-    def _spread(self, w: WarpBatch, product: Array) -> Array:
-        """Rearrange D as [registers, lanes]: lane = 4 (row % 8) + column / 2 % 4; registers run over column pairs, then
-        rows + 8, then the next 8 columns.
-        """
-        warps = len(w.warps)
-        pieces = product.reshape(warps, 2, 8, self.n // 8, 4, 2)
-        return pieces.transpose(3, 1, 5, 0, 2, 4).reshape(self.n // 2, w.size)
-
-    def _gathered(self, w: WarpBatch, registers: Array) -> Array:
-        """Inverse of `_spread`."""
-        warps = len(w.warps)
-        pieces = registers.reshape(self.n // 8, 2, 2, warps, 8, 4)
-        return pieces.transpose(3, 1, 4, 0, 5, 2).reshape(warps, 16, self.n)
+        product = np.matmul(a.astype("f8"), b.T.astype("f8")).astype("f4")
+        total = product if old is None else product + old
+        self.sums = total.astype("f2").astype("f4") if self.half else total
 
     def _old(self, w: WarpBatch) -> Array | None:
-        """The accumulators that count, as fp32 or as pairs of fp16: [registers, lanes]."""
-        if self.old is None:
-            return None
-        if isinstance(self.old, Product):
-            assert self.old.results is not None
-            found = self.old.results
-        else:
-            found = np.array([w.full(_value_of(x).view(np.uint32)) for x in self.old])
-        return found if self.half else found.view(np.float32)
+        """The accumulators that count, like `sums`."""
+        if self.old is None or isinstance(self.old, Product):
+            return None if self.old is None else self.old.sums
+        registers = np.array([w.full(_value_of(x).view(np.uint32)) for x in self.old])
+        if self.half:
+            pairs = registers.view(np.float16).reshape(-1, w.size, 2).transpose(0, 2, 1)
+            registers = np.ascontiguousarray(pairs, np.float32)
+        pieces = registers.view(np.float32).reshape(self.n // 8, 2, 2, len(w.warps), 8, 4)
+        return pieces.transpose(3, 1, 4, 0, 5, 2).reshape(len(w.warps), 16, self.n)
 
-    def _added(self, w: WarpBatch, spread: Array) -> Array:
-        old = self._old(w)
+    @functools.cached_property
+    def results(self) -> Array:
+        """D as [registers, lanes]: lane = 4 (row % 8) + column / 2 % 4; registers run over column pairs, then rows + 8,
+        then the next 8 columns.
+        """
+        assert self.sums is not None
+        pieces = self.sums.reshape(-1, 2, 8, self.n // 8, 4, 2)
+        found = pieces.transpose(3, 1, 5, 0, 2, 4).reshape(self.n // 2, -1)
         if not self.half:
-            return spread if old is None else spread + old
-        pairs = spread.reshape(-1, 2, w.size)
-        if old is not None:
-            pairs = pairs + old.view(np.float16).reshape(-1, w.size, 2).transpose(0, 2, 1).astype(np.float32)
-        halves = np.ascontiguousarray(pairs.astype(np.float16).transpose(0, 2, 1))
-        return halves.view(np.uint32)[..., 0]
+            return found
+        pairs = found.reshape(self.n // 4, 2, -1).astype(np.float16).transpose(0, 2, 1)
+        return np.ascontiguousarray(pairs).view(np.uint32)[..., 0]
+
+    def _left(self, w: WarpBatch, operand: smem_matrix.Operand) -> Array:
+        """The 16 rows of A of each warp."""
+        rows = [16 * int(warp % 4) for warp in w.warps]
+        kind = self.kinds[0]
+        return np.stack([self._load(w, operand, row, 16, kind, slice(i, i + 1)) for i, row in enumerate(rows)])
 
     def _load(
-        self, w: WarpBatch, operand: smem_matrix.Operand, first: int, rows: int, decode: Decode, warps: slice
+        self, w: WarpBatch, operand: smem_matrix.Operand, first: int, rows: int, kind: str, warps: slice
     ) -> Array:
         """Load rows of an operand for these warps of the batch: only what all of them have observed counts."""
-        op = None if self.op is None else dataclasses.replace(self.op, clock=self.clocks[warps].min(axis=0))
-        where = smem_matrix.offsets(operand, first, rows, self.k_bytes, self.item_bytes)
-        flat = where.ravel()
-        w.cta.smem.check(flat, 16, "wgmma operand")
-        chunks = w.cta.smem.op_load(flat, 16, op, "wgmma").reshape(where.shape)
-        raw = smem_matrix.matrix(chunks, operand, self.item_bytes)
-        return decode(np.ascontiguousarray(raw)).reshape(raw.shape)
+        op = dataclasses.replace(self.op, clock=self.clocks[warps].min(axis=0))
+        return smem_matrix.load(w.cta.smem, operand, first, rows, kind, op, "wgmma")
 
 
 class WarpgroupFault(EmulatorError):
@@ -166,12 +148,7 @@ def _warpgroup(w: WarpBatch) -> Warpgroup:
 
 def _value_of(x: Any) -> Array:
     """Value of an accumulator register; for a mark, the result of its product."""
-    if isinstance(x, InFlight):
-        results = x.product.results
-        assert results is not None
-        value: Array = results[x.index]
-        return value
-    found: Array = x
+    found: Array = x.product.results[x.index] if isinstance(x, InFlight) else x
     return found
 
 
@@ -179,6 +156,7 @@ def _value_of(x: Any) -> Array:
 
 
 _HOPPER: dict[str, Any] = {"since": 90, "only": (90,), "golden": "wgmma"}
+_PRODUCT: dict[str, Any] = {"conformance": "approx", "converges": True, **_HOPPER}
 
 
 @called("wgmma.fence.sync.aligned", solo=True, converges=True, conformance="order", **_HOPPER)
@@ -190,57 +168,28 @@ def fence(w: WarpBatch, mask: Array | None) -> None:
         raise Split([np.flatnonzero(groups == group) for group in np.unique(groups)])
     w.wgmma_fenced, w.wgmma_fenced_ids = list(w.R), None
     w.before_split = _complete_all
-    if not w.wgmma_groups:
-        w.wgmma_groups = [[]]
 
 
-@form(
-    f"wgmma.mma_async.sync.aligned.m64{_N}k16{{.f32|.f16}}{{.f16.f16|.bf16.bf16}}",
-    conformance="approx",
-    converges=True,
-    **_HOPPER,
-)
-def product_16bit(e: Emitter, inst: Inst, n: str, to: str, kinds: str) -> None:
-    kind = "." + kinds.split(".")[1]
-    _product(e, inst, int(n[1:]), to, (kind, kind), 2)
-
-
-@form(
-    f"wgmma.mma_async.sync.aligned.m64{_N}k32{{.f32|.f16}}{{.e4m3|.e5m2}}{{.e4m3|.e5m2}}",
-    conformance="approx",
-    converges=True,
-    **_HOPPER,
-)
-def product_8bit(e: Emitter, inst: Inst, n: str, to: str, a: str, b: str) -> None:
-    _product(e, inst, int(n[1:]), to, (a, b), 1)
-
-
-def _product(e: Emitter, inst: Inst, n: int, to: str, kinds: tuple[str, str], item_bytes: int) -> None:
-    d, a, b, scale_d, *rest = inst.operands
-    from_registers = isinstance(a, Vec)
-    immediates = [e.number(inst, x) for x in rest]
-    signs, majors = tuple(immediates[:2]), immediates[2:]
-    if item_bytes == 2:
-        major_a, major_b = (0, majors[0]) if from_registers else majors
-    else:
-        major_a = major_b = 0
-    indices = [x.index for x in e.items(d) if isinstance(x, Reg)]
-    fragments = [x.index for x in e.items(a) if isinstance(x, Reg)] if from_registers else []
+@form(f"wgmma.mma_async.sync.aligned.m64{_N}k16{{.f32|.f16}}{{.f16.f16|.bf16.bf16}}", **_PRODUCT)
+@form(f"wgmma.mma_async.sync.aligned.m64{_N}k32{{.f32|.f16}}{EIGHT_BITS}", **_PRODUCT)
+def product(e: Emitter, inst: Inst, n: str, to: str, types: str) -> None:
+    d, a, b, keep, *rest = inst.operands
+    kinds = tuple(types[1:].split("."))
+    sign_a, sign_b, *majors = [e.number(inst, x) for x in rest]
+    major_a, major_b = [0] * (2 - len(majors)) + majors  # of operands in shared memory, if they have 16 bits
+    in_registers = isinstance(a, Vec)
+    indices, fragments = ([x.index for x in e.items(of) if isinstance(x, Reg)] for of in (d, a))
     half = to == ".f16"
-    if len(indices) != (n // 4 if half else n // 2):
+    if len(indices) != int(n[1:]) // (4 if half else 2):
         raise PtxError(f"{inst.op} with {len(indices)} accumulators")
-    decoders = (DECODERS[kinds[0]], DECODERS[kinds[1]])
-    how = e.bind(
-        (n, decoders, item_bytes, signs, (bool(major_a), bool(major_b)), half, indices, fragments, inst), "wgmma"
-    )
-    words = [e.get(x, "u4") for x in e.items(a)] if from_registers else []
-    left = f"({', '.join(words)})" if from_registers else e.get(a, "u8")
-    keep = e.get(scale_d, "p")
-    e.call(_issue, [how, left, e.get(b, "u8"), keep])
+    majors_are = bool(major_a), bool(major_b)
+    how = e.bind((int(n[1:]), kinds, (sign_a, sign_b), majors_are, half, indices, fragments, inst), "wgmma")
+    left = e.values(a, "u4") if in_registers else e.get(a, "u8")
+    e.call(_issue, [how, left, e.get(b, "u8"), e.get(keep, "p")])
 
 
 def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Array, keep: Array) -> None:
-    n, decoders, item_bytes, signs, majors, half, indices, fragments, inst = how
+    n, kinds, signs, majors, half, indices, fragments, inst = how
     whole(w, mask, "wgmma")
     if w.wgmma_fenced is None:
         raise RegisterFault("wgmma.mma_async without a wgmma.fence before it")
@@ -252,20 +201,17 @@ def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Ar
         _check_fenced(w, _changed(w, indices))
     if isinstance(a, tuple):
         _check_fenced(w, [x if x.base is None else x.base for x in _changed(w, fragments)])
-        left: Any = a_matrix(w, a, decoders[0])
+        left: Any = a_matrix(w, a, DECODERS[kinds[0]])
     else:
         left = smem_matrix.hopper(w.uniform(a, mask, "matrix descriptor"), majors[0])
     right = smem_matrix.hopper(w.uniform(b, mask, "matrix descriptor"), majors[1])
     accumulate = bool(w.uniform(keep, mask, "scale-d"))
-    clocks = w.cta.clocks
-    seen = None if clocks is None else clocks.v[w.agents].copy()
+    seen = w.cta.clocks.v[w.agents].copy()
     op = w.begin_op(0, "wgmma")
     old = None if not accumulate else registers[0].product if chained else registers
-    product = Product(n, 32, decoders, item_bytes, left, right, signs, half, old, op)
-    if op is not None and seen is not None and clocks is not None:
-        seen[:, :, op.agent] = op.epoch
-        product.clocks = seen
-        clocks.go_on(w.agents[1:])
+    seen[:, :, op.agent] = op.epoch
+    w.cta.clocks.go_on(w.agents[1:])
+    product = Product(n, kinds, left, right, signs, half, old, op, seen)
     product.marks = [InFlight(product, position) for position in range(len(indices))]
     for index, mark in zip(indices, product.marks, strict=True):
         R[index] = mark
@@ -304,12 +250,10 @@ def _ids(w: WarpBatch) -> set[int]:
 
 @called("wgmma.commit_group.sync.aligned", conformance="order", **_HOPPER)
 def commit(w: WarpBatch, mask: Array | None) -> None:
-    if not w.wgmma_groups:
-        w.wgmma_groups = [[]]
     w.wgmma_groups.append([])
 
 
-@called("wgmma.wait_group.sync.aligned", converges=True, conformance="order", **_HOPPER)
+@called("wgmma.wait_group.sync.aligned", operands="#", converges=True, conformance="order", **_HOPPER)
 def wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
     """Complete committed groups, oldest first, until `keep` are left."""
     finished: list[Product] = []
@@ -323,7 +267,7 @@ def _complete_all(w: WarpBatch) -> None:
     """Complete all products before the batch splits: a product belongs to all of its warps."""
     if any(w.wgmma_groups):
         _complete(w, [product for group in w.wgmma_groups for product in group])
-        w.wgmma_groups = []
+        w.wgmma_groups = [[]]
 
 
 def _complete(w: WarpBatch, products: list[Product]) -> None:
@@ -331,9 +275,8 @@ def _complete(w: WarpBatch, products: list[Product]) -> None:
     clocks = w.cta.clocks
     for product in products:
         product.run(w)
-        if product.op is not None and clocks is not None:
-            clocks.acquire(w.agents, product.op.clock)
-            clocks.time[w.agents] = np.maximum(clocks.time[w.agents], product.op.time + LATENCY)
+        clocks.acquire(w.agents, product.op.clock)
+        clocks.time[w.agents] = np.maximum(clocks.time[w.agents], product.op.time + LATENCY)
     done = {id(product) for product in products}
     R: list[Any] = w.R  # noqa: N806
     for i in _marked(R):
