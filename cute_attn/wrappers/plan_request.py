@@ -104,6 +104,17 @@ def prefill_request(
     lengths = multi_item.bound_keys(ITEMS(arguments), lengths, mask)
     if uniform_q_len is not None:
         uniform_q_len = checks.integer("uniform_q_len", uniform_q_len)
+    return checked_prefill_request(place, given, lengths, mask, uniform_q_len)
+
+
+def checked_prefill_request(
+    place: Place,
+    given: PlanArguments,
+    lengths: Lengths,
+    mask: Mask = batch_plan.NO_MASK,
+    uniform_q_len: int | None = None,
+) -> PlanRequest:
+    """Return the request of a prefill plan with these lengths."""
     graphs = place.graph is not None
     most = batch_plan.uniform_q_len(uniform_q_len, lengths) if graphs else lengths.longest_qo
     paged = place.kv_source == "paged" and not place.key_ranges
