@@ -258,11 +258,3 @@ def workspace(value: Any) -> torch.Tensor:
     buffer = checks.readable("float_workspace_buffer", value)
     check_workspace("float_workspace_buffer", buffer)
     return buffer.view(-1).view(torch.uint8)
-
-
-def graph_buffer(name: str, value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Check a buffer of CUDA-graph mode, which keeps its address across plans."""
-    if not isinstance(value, torch.Tensor):
-        raise checks.wrong(f"{name} must be a torch.Tensor with use_cuda_graph=True", value)
-    checks.contiguous(name, checks.operand(name, value, (dtype,), (None,), "[n]", device, "the workspace's device"))
-    return value

@@ -20,19 +20,21 @@ class PlanRequest(NamedTuple):
     mask: Mask
     splits: Splits
     page_size: int
-    most_qo_len: int | None = None  # query tokens of a request of a prefill plan, if launches may depend on it
+    max_qo_len: int | None = None  # most query tokens of a request, where launches may depend on it
     newest: bool = False  # whether all query tokens are the newest of their request, and see the keys up to their own
     matrix: Matrix | None = None  # of a block-sparse plan
-
-    @property
-    def max_qo_len(self) -> int | None:
-        """The most query tokens of a request, where launches may depend on it."""
-        return self.most_qo_len if self.lengths.q_len is None else self.lengths.q_len
 
     def with_options(self, overrides: dict[str, Any]) -> PlanRequest:
         """Return the request with some of its options replaced. Tokens that see later keys then are not `newest`."""
         newest = self.newest and (not self.options.causal or bool(overrides.get("causal", True)))
         return self._replace(options=self.options._replace(**overrides), newest=newest) if overrides else self
+
+    def with_lengths(self, lengths: Lengths) -> PlanRequest:
+        """Return the request with other lengths, without a bound that they do not keep."""
+        longest, most = lengths.longest_qo, self.max_qo_len
+        if longest is None or most is None or longest <= most:
+            return self._replace(lengths=lengths)
+        return self._replace(lengths=lengths, max_qo_len=None, newest=False)
 
     def differs(self, before: PlanRequest) -> bool:
         """Tell whether it differs from another in more than lengths. Types count: 1 == 1.0 == True."""
@@ -40,8 +42,7 @@ class PlanRequest(NamedTuple):
         return (
             (before.options is not self.options and _options_differ(before.options, self.options))
             or (before.splits is not self.splits and before.splits != self.splits)
-            or before[4:] != self[4:]  # page size, promises and matrix
-            or old.q_len != new.q_len
+            or before[4:] != self[4:]  # page size, bound of query tokens, matrix
             or old.batch_size != new.batch_size
             or not (before.mask.packed is self.mask.packed is None)
             or not (old.key_bounds is new.key_bounds is None)

@@ -129,7 +129,7 @@ class BatchWrapper(EngineHooks, EndsForward):
         with self._lock:
             lengths = engine_attributes.written_lengths(plan.request, self._copies, self.device)
             if lengths is not None:
-                base = make_plan(self._place, plan.base.request._replace(lengths=lengths), plan)
+                base = make_plan(self._place, plan.base.request.with_lengths(lengths), plan)
                 plan = base.with_options(**plan.overrides)
                 self._keep(plan)
                 self._copies = {name: IndexCopy.of(tensor) for name, (tensor, _) in self._copies.items()}

@@ -142,7 +142,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         batch_plan.repeated_lengths(lengths, seq_lens)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
-        return PlanRequest(given.options, lengths, batch_plan.NO_MASK, given.splits, given.page_size)
+        options, splits, size, q_len = given
+        return PlanRequest(options, lengths, batch_plan.NO_MASK, splits, size, q_len, newest=True)
 
     begin_forward = plan
 

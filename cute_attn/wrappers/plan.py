@@ -262,7 +262,7 @@ def _checked(
 
 def _settings(place: Place, request: PlanRequest) -> Settings:
     """Return the settings that the options of a request decide. Raises what is wrong with them."""
-    lengths, splits = request.lengths, request.splits
+    splits = request.splits
     return batch_plan.plan_settings(
         request.options,
         place.kv_layout,
@@ -270,9 +270,9 @@ def _settings(place: Place, request: PlanRequest) -> Settings:
         device=place.device,
         kv_source=place.kv_source,
         custom_mask=request.mask.packed is not None,
-        decode=request.newest or lengths.q_len is not None,
+        decode=request.newest,
         own_splits=splits.fixed_split_size is not None or splits.disable_split_kv,
-        multi_item=lengths.key_bounds is not None,
+        multi_item=request.lengths.key_bounds is not None,
         key_ranges=place.key_ranges,
     )
 
