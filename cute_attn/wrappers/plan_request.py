@@ -118,13 +118,13 @@ def checked_prefill_request(
     graphs = place.graph is not None
     most = batch_plan.uniform_q_len(uniform_q_len, lengths) if graphs else lengths.longest_qo
     paged = place.kv_source == "paged" and not place.key_ranges
-    bound = _newest_bound(given, lengths, mask, most) if paged and most else 0
+    bound = _newest_bound(place, given, lengths, mask, most) if paged and most else 0
     if not graphs:
         most = bound or None
     return PlanRequest(given.options, lengths, mask, given.splits, given.page_size, most, bound > 0)
 
 
-def _newest_bound(given: PlanArguments, lengths: Lengths, mask: Mask, most_qo_len: int) -> int:
+def _newest_bound(place: Place, given: PlanArguments, lengths: Lengths, mask: Mask, most_qo_len: int) -> int:
     """Return `select.newest_bound` of a batch; 0 also where results must not depend on other requests."""
     options, splits = given.options, given.splits
     num_qo_heads, num_kv_heads, causal = options.num_qo_heads, options.num_kv_heads, options.causal
@@ -134,4 +134,4 @@ def _newest_bound(given: PlanArguments, lengths: Lengths, mask: Mask, most_qo_le
         return 0
     if splits.fixed_split_size is not None or splits.disable_split_kv:
         return 0
-    return select.newest_bound(most_qo_len, (num_qo_heads, num_kv_heads), causal)
+    return select.newest_bound(most_qo_len, (num_qo_heads, num_kv_heads), causal, place.backend)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cute_attn.emulator import Schedule, using
+from cute_attn.errors import NotSupported
 from tests.support import batch_case, right
 from tests.support.batch_case import E4M3, BatchCase, call, dims, heads, make, paged, ragged
 from tests.support.device_plan import emulated_device, moved
@@ -58,6 +59,16 @@ def kernels_of(batch: BatchCase, schedule: str = "eager") -> set[str]:
 )
 def test_taken(batch: BatchCase, schedule: str) -> None:
     assert kernels_of(batch, schedule) == {"xqa"}
+
+
+def test_a_plan_that_names_xqa_may_have_more_rows() -> None:
+    """Up to 64 for each kv head, in several blocks."""
+    batch = dataclasses.replace(DRAFTS, qo_lens=(4, 16, 9), kv_lens=(20, 33, 12), num_qo_heads=8, num_kv_heads=2)
+    with using("sm_90a", kernels="xqa", sms=2) as emulation:
+        Solver(batch, backend="emulator").assert_right()
+        with pytest.raises(NotSupported, match="its rows are a few newest tokens of a request"):
+            Solver(dataclasses.replace(batch, qo_lens=(4, 17, 9)), backend="emulator").plan()
+    assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {"xqa"}
 
 
 @pytest.mark.parametrize("batch", LEFT.values(), ids=LEFT)
