@@ -8,10 +8,9 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.request import batch_plan, block_sparse, checks
-from cute_attn.request.batch_plan import PlanOptions
+from cute_attn.request.batch_plan import PlanOptions, PlanRequest
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.block_sparse import convert_bsr_mask_layout
-from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, makes_plan
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]

@@ -123,29 +123,16 @@ def fewer_heads(plan: BatchPlan, arguments: RunArguments) -> dict[str, int] | No
     return {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads}
 
 
-class LseForm(NamedTuple):
-    """How a run returns lse, where not as kernels write it."""
-
-    factor: float  # of the planned base
-    transposed: bool  # [num_qo_heads, rows]
-
-    def convert(self, lse: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
-        """Return lse in this form, in the caller's buffer if there is one, else in place or in a new tensor."""
-        if not self.transposed:
-            return lse.mul_(self.factor)
-        if buffer is None:
-            buffer = lse.new_empty(lse.shape[::-1])
-        return torch.mul(lse.t(), self.factor, out=buffer)
-
-
-def lse_form(plan: BatchPlan, arguments: RunArguments, lse_base: Any, lse_layout: Any) -> LseForm | None:
-    """Check `lse_base`, `lse_layout` and a buffer of layout "HN", and return what is to be done. None: nothing."""
+def lse_form(plan: BatchPlan, arguments: RunArguments, lse_base: Any, lse_layout: Any) -> tuple[float, bool]:
+    """Check `lse_base`, `lse_layout` and a buffer of layout "HN". Return the factor of the planned base by which the
+    run returns lse, and whether it returns `[num_qo_heads, rows]`.
+    """
     transposed = checks.choice("lse_layout", lse_layout, LSE_LAYOUTS) == "HN"
     base = plan.settings.lse_scale
     wanted = base if lse_base is None else LSE_BASES[checks.choice("lse_base", lse_base, tuple(LSE_BASES))]
     lse, returned = arguments.lse, checks.boolean("return_lse", arguments.return_lse)
-    if (wanted == base and not transposed) or (lse is None and not returned):
-        return None
+    if lse is None and not returned:
+        return 1.0, False
     if transposed and lse is not None:
         q = checks.tensor("q", arguments.q)
         heads = q.shape[1] if q.dim() == 3 else plan.settings.features.num_qo_heads
@@ -153,7 +140,7 @@ def lse_form(plan: BatchPlan, arguments: RunArguments, lse_base: Any, lse_layout
         checks.operand("lse", lse, (torch.float32,), (heads, plan.rows), axes, q.device)
         checks.contiguous("lse", lse)
         _keep_apart(plan, arguments, arguments.kv_cache)
-    return LseForm(wanted / base, transposed)
+    return wanted / base, transposed
 
 
 # ---- settings

@@ -21,8 +21,8 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError
 from cute_attn.ops import declare
 from cute_attn.problem import BatchPlan
 from cute_attn.request import batch_plan, batch_run, caches, checks
+from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.request.settings import KV_LAYOUTS
 from cute_attn.wrappers import calls, engine_attributes
 from cute_attn.wrappers.engine_attributes import EngineHooks, IndexCopy
@@ -225,12 +225,15 @@ class BatchWrapper(EngineHooks, EndsForward):
         plan = self._in_force()
         if plan.is_open:
             return self._first_run(arguments, self._run_with_lse, lse_base, lse_layout)
-        form = batch_run.lse_form(self._scheduled(plan), arguments, lse_base, lse_layout)
-        if form is None:
+        factor, transposed = batch_run.lse_form(self._scheduled(plan), arguments, lse_base, lse_layout)
+        if factor == 1 and not transposed:
             return self._run(arguments)
         buffer = arguments.lse
-        out, lse = self._run(arguments._replace(lse=None if form.transposed else buffer, return_lse=True))
-        lse = form.convert(lse, buffer)
+        out, lse = self._run(arguments._replace(lse=None if transposed else buffer, return_lse=True))
+        if transposed:
+            lse = torch.mul(lse.t(), factor, out=lse.new_empty(lse.shape[::-1]) if buffer is None else buffer)
+        else:
+            lse.mul_(factor)
         return (out, lse) if arguments.return_lse else out
 
     def _first_run(self, arguments: RunArguments, run: Callable[..., Result], *options: Any) -> Result:

@@ -9,10 +9,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, checks, plan_arguments, positional
+from cute_attn.request import batch_plan, checks, positional
+from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
-from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan
 from cute_attn.wrappers.plan_request import lengths_of
 from cute_attn.wrappers.signatures import with_return_lse
@@ -132,7 +132,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         ------
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in force.
         """
-        given = plan_arguments.decode(
+        given = batch_plan.decode_arguments(
             page_size, non_blocking, window_right, q_len_per_req, is_causal, fixed_split_size, disable_split_kv,
             data_type, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type, o_data_type,
             pos_encoding_mode, False, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,

@@ -16,8 +16,8 @@ import torch
 from cute_attn.errors import NotPlannedError, RuntimeArgumentError
 from cute_attn.problem import BatchLengths, BatchPlan
 from cute_attn.request import checks
+from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.request.index_arrays import IndexArrays, int32
-from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.runtime import capture
 from cute_attn.runtime.staging import is_capturing
 from cute_attn.wrappers.graph import KINDS, MASK, MASK_OFFSETS

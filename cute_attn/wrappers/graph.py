@@ -11,9 +11,8 @@ import torch
 from cute_attn.errors import ArgumentError, RuntimeArgumentError
 from cute_attn.problem import BatchLengths, DeviceLengths, Features, GraphLimits, Lengths, Settings
 from cute_attn.request import caches, checks
-from cute_attn.request.batch_plan import Mask, Splits
+from cute_attn.request.batch_plan import Mask, PlanRequest, Splits
 from cute_attn.request.index_arrays import copied_at_once, int32
-from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.request.settings import MAX_INDEX
 from cute_attn.runtime.staging import Staging, is_capturing
 

@@ -13,8 +13,8 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, positional, sink_variant
+from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan
 from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse

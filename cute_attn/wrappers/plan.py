@@ -34,7 +34,7 @@ from cute_attn.problem import (
     Settings,
 )
 from cute_attn.request import batch_plan, caches, checks
-from cute_attn.request.plan_arguments import PlanRequest
+from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import Staging, is_capturing
 from cute_attn.wrappers.graph import Copies, GraphInvariants

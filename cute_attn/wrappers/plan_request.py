@@ -16,10 +16,9 @@ import torch
 
 from cute_attn.dispatch import select
 from cute_attn.problem import Lengths
-from cute_attn.request import batch_plan, checks, multi_item, plan_arguments, positional
-from cute_attn.request.batch_plan import Mask, PlanOptions
+from cute_attn.request import batch_plan, checks, multi_item, positional
+from cute_attn.request.batch_plan import Mask, PlanArguments, PlanOptions, PlanRequest
 from cute_attn.request.index_arrays import IndexArrays
-from cute_attn.request.plan_arguments import PlanArguments, PlanRequest
 from cute_attn.request.sink_variant import SinkVariant
 from cute_attn.runtime import switches
 from cute_attn.wrappers.graph import GraphBuffers
@@ -88,7 +87,7 @@ def prefill_request(
     """Check the arguments of a prefill `plan`, by name, and return the request. `names`: the index arrays. `sinks`: the
     wrapper's variant.
     """
-    given = plan_arguments.prefill(arguments.get("page_size", 1), *OPTIONS(arguments))
+    given = batch_plan.prefill_arguments(arguments.get("page_size", 1), *OPTIONS(arguments))
     host_only, index = HOST_ONLY(arguments), [arguments[name] for name in names]
     if place.kv_source == "paged":
         index.append(given.page_size)

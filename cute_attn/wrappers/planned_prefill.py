@@ -15,8 +15,7 @@ import torch
 
 from cute_attn.problem import BatchLengths
 from cute_attn.request import caches, checks, multi_item
-from cute_attn.request.batch_plan import PlanOptions, Splits
-from cute_attn.request.plan_arguments import PlanArguments
+from cute_attn.request.batch_plan import PlanArguments, PlanOptions, Splits
 from cute_attn.request.unplanned import Keys
 from cute_attn.runtime import capture
 from cute_attn.wrappers import calls

@@ -12,8 +12,8 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_run, checks, positional, sink_variant
+from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, Scale, makes_plan
 from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
