@@ -347,6 +347,18 @@ def test_threads_and_streams_share_memos(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("backend", ["fa2", "xqa"])
+def test_no_tensor_is_kept_alive_by_replays(backend: str) -> None:
+    q, k, v = tensors(kv_len=300, dim=64).values()
+    for kv_len in (100, 100, 100, 101):
+        out = single_decode_with_kv_cache(q[0], k[:kv_len], v[:kv_len], backend=backend)
+    alive = [weakref.ref(x) for x in (q, k, v, out)]
+    del q, k, v, out
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 4
+
+
+@pytest.mark.usefixtures("driver")
 def test_no_tensor_is_kept_alive() -> None:
     given = {
         **tensors(),
