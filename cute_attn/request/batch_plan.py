@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import BatchLengths, Features, Lengths, Settings
+from cute_attn.problem import NO_LENGTHS, BatchLengths, Features, Lengths, Settings
 from cute_attn.request import checks, index_arrays, positional
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.once import once
@@ -125,15 +125,6 @@ def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Spli
     return Splits(None, True) if disable_split_kv else Splits(tokens, False)
 
 
-class PlanArguments(NamedTuple):
-    """Checked arguments besides tensors. Equal ones of equal types are one object."""
-
-    options: PlanOptions
-    splits: Splits
-    page_size: int
-    q_len: int = 0  # query tokens of every request, of decode plans
-
-
 @once()
 def prefill_arguments(
     page_size: Any,
@@ -142,14 +133,16 @@ def prefill_arguments(
     fixed_split_size: Any,
     disable_split_kv: Any,
     *options: Any,
-) -> PlanArguments:
-    """Check the arguments of a prefill plan; `options`: fields of PlanOptions."""
+) -> PlanRequest:
+    """Check the arguments of a prefill plan, and return the request without lengths and mask; `options`: fields of
+    PlanOptions.
+    """
     given = PlanOptions(*options)
     positional.check_plan(given.head_dim_vo, given.causal)
     checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
     checks.boolean("non_blocking", non_blocking)
     size = count("page_size", page_size)
-    return PlanArguments(given, splits(fixed_split_size, disable_split_kv, size), size)
+    return PlanRequest(given, splits(fixed_split_size, disable_split_kv, size), size)
 
 
 @once()
@@ -163,9 +156,9 @@ def decode_arguments(
     disable_split_kv: Any,
     data_type: Any,
     *options: Any,
-) -> PlanArguments:
-    """Check the arguments of a decode plan; `options`: fields of PlanOptions, of which `causal` follows from
-    `q_len_per_req`.
+) -> PlanRequest:
+    """Check the arguments of a decode plan, and return the request without lengths; `options`: fields of PlanOptions,
+    of which `causal` follows from `q_len_per_req`.
     """
     checks.boolean("non_blocking", non_blocking)
     if checks.integer("window_right", window_right) != 0:
@@ -182,7 +175,7 @@ def decode_arguments(
         kv_data_type=data_type if given.kv_data_type is None else given.kv_data_type,
         causal=q_len > 1,
     )
-    return PlanArguments(planned, splits(fixed_split_size, disable_split_kv, size), size, q_len)
+    return PlanRequest(planned, splits(fixed_split_size, disable_split_kv, size), size, q_len, newest=True)
 
 
 # ---- lengths
@@ -235,7 +228,7 @@ def uniform_q_len(value: int | None, lengths: Lengths) -> int | None:
     warnings.warn(
         f"uniform_q_len={value} does not describe this batch, whose requests have {qo_len.min(initial=value)} to "
         f"{qo_len.max(initial=0)} query tokens; planning without it",
-        stacklevel=6,
+        stacklevel=7,
     )
     return None
 
@@ -320,13 +313,13 @@ class PlanRequest(NamedTuple):
     """What a `plan` asks for."""
 
     options: PlanOptions
-    lengths: Lengths
-    mask: Mask
     splits: Splits
     page_size: int
     max_qo_len: int | None = None  # most query tokens of a request, where launches may depend on it
     newest: bool = False  # whether all query tokens are the newest of their request, and see the keys up to their own
     matrix: Any = None  # `block_sparse.Matrix`, of a block-sparse plan
+    lengths: Lengths = NO_LENGTHS
+    mask: Mask = NO_MASK
 
     def with_options(self, overrides: dict[str, Any]) -> PlanRequest:
         """Return the request with some of its options replaced. Tokens that see later keys then are not `newest`."""
@@ -346,7 +339,7 @@ class PlanRequest(NamedTuple):
         return (
             (before.options is not self.options and _options_differ(before.options, self.options))
             or (before.splits is not self.splits and before.splits != self.splits)
-            or before[4:] != self[4:]  # page size, bound of query tokens, matrix
+            or before[2:6] != self[2:6]  # page size, bound of query tokens, matrix
             or old.batch_size != new.batch_size
             or not (before.mask.packed is self.mask.packed is None)
             or not (old.key_bounds is new.key_bounds is None)

@@ -138,12 +138,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             pos_encoding_mode, False, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
         )  # fmt: skip
         pages = indptr, indices, last_page_len, given.page_size
-        lengths = lengths_of(self._place, IndexArrays(NAMES, None, *pages, given.q_len))
+        lengths = lengths_of(self._place, IndexArrays(NAMES, None, *pages, given.max_qo_len))
         batch_plan.repeated_lengths(lengths, seq_lens)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
-        options, splits, size, q_len = given
-        return PlanRequest(options, lengths, batch_plan.NO_MASK, splits, size, q_len, newest=True)
+        return given._replace(lengths=lengths)
 
     begin_forward = plan
 

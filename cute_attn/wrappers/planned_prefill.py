@@ -15,12 +15,12 @@ import torch
 
 from cute_attn.problem import BatchLengths
 from cute_attn.request import caches, checks, multi_item
-from cute_attn.request.batch_plan import PlanArguments, PlanOptions, Splits
+from cute_attn.request.batch_plan import PlanOptions, PlanRequest, Splits
 from cute_attn.request.unplanned import Keys
 from cute_attn.runtime import capture
 from cute_attn.wrappers import calls
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from cute_attn.wrappers.plan_request import checked_prefill_request
+from cute_attn.wrappers.plan_request import bounded
 from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 MAX_STREAMS = 16  # with wrappers of their own
@@ -92,9 +92,9 @@ class Session:
         _, page_size, chunk, options = self.structure
         if page_size:
             lengths = lengths.replace(kv_indices=self.indices)
-        given = PlanArguments(options, Splits(None, False), max(1, page_size))
-        wrapper = self.wrapper
-        wrapper._take(checked_prefill_request(wrapper._place, given, multi_item.chunked(lengths, chunk)))
+        lengths = multi_item.chunked(lengths, chunk)
+        request = PlanRequest(options, Splits(None, False), max(1, page_size), lengths=lengths)
+        self.wrapper._take(bounded(self.wrapper._place, request))
 
 
 class Place:
