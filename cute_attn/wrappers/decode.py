@@ -142,7 +142,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         batch_plan.repeated_lengths(lengths, seq_lens)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
-        return given._replace(lengths=lengths)
+        return PlanRequest(*given[:6], lengths)  # faster than `_replace`
 
     begin_forward = plan
 

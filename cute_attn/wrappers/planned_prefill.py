@@ -20,7 +20,7 @@ from cute_attn.request.unplanned import Keys
 from cute_attn.runtime import capture
 from cute_attn.wrappers import calls
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from cute_attn.wrappers.plan_request import bounded
+from cute_attn.wrappers.plan_request import with_lengths
 from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 MAX_STREAMS = 16  # with wrappers of their own
@@ -92,9 +92,8 @@ class Session:
         _, page_size, chunk, options = self.structure
         if page_size:
             lengths = lengths.replace(kv_indices=self.indices)
-        lengths = multi_item.chunked(lengths, chunk)
-        request = PlanRequest(options, Splits(None, False), max(1, page_size), lengths=lengths)
-        self.wrapper._take(bounded(self.wrapper._place, request))
+        given = PlanRequest(options, Splits(None, False), max(1, page_size))
+        self.wrapper._take(with_lengths(self.wrapper._place, given, multi_item.chunked(lengths, chunk)))
 
 
 class Place:
