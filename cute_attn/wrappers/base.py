@@ -43,6 +43,23 @@ FORWARD_OPTIONS = frozenset(
     ("causal", "pos_encoding_mode", "window_left", "logits_soft_cap", "sm_scale", "rope_scale", "rope_theta")
 )
 FP16_HINTS = "use_fp16_qk_reduction", "allow_fp16_qk_reduction"
+OLDER_FORM = """
+
+The options of `plan` below replace the planned ones, given or by default, for this run and those after it: after
+`plan(causal=True)`, `forward(q, cache)` is not causal. Where they differ, the batch is scheduled again.
+
+Parameters
+----------
+{parameters}
+
+Returns
+-------
+What `run` returns: out, or the pair (out, lse).
+
+Raises
+------
+NotPlannedError (no plan yet), and the errors of `plan` and `run`.
+"""
 
 
 def makes_plan(request_of: Callable[P, PlanRequest]) -> Callable[P, None]:
@@ -58,6 +75,19 @@ def makes_plan(request_of: Callable[P, PlanRequest]) -> Callable[P, None]:
     plan.__dict__["request_of"] = request_of
     plan.__dict__["__signature__"] = inspect.signature(request_of).replace(return_annotation=None)
     return cast("Callable[P, None]", plan)
+
+
+def older_form(forward: Callable[P, Result]) -> Callable[P, Result]:
+    """Decorate FlashInfer's older form of `run`: its docstring goes on with what all of them do."""
+    texts = dict.fromkeys(FORWARD_OPTIONS, "options of `plan`, with the same defaults.")
+    texts |= dict.fromkeys(FP16_HINTS, "a hint; scores are always accumulated in fp32.")
+    named: dict[str, list[str]] = {}
+    for name in inspect.signature(forward).parameters:
+        if name != "self":
+            named.setdefault(texts.get(name, "as for `run`."), []).append(name)
+    parameters = "\n".join(f"{', '.join(names)} : {text}" for text, names in named.items())
+    forward.__doc__ = f"{forward.__doc__}{OLDER_FORM.format(parameters=parameters)}"
+    return forward
 
 
 def kept_options(wrapper: Any, made_by: type[BatchWrapper]) -> dict[str, Any]:

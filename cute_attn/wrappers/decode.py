@@ -13,7 +13,7 @@ from cute_attn.request import batch_plan, checks, positional
 from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
-from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan
+from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan, older_form
 from cute_attn.wrappers.plan_request import lengths_of
 from cute_attn.wrappers.signatures import with_return_lse
 
@@ -211,6 +211,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
     run_return_lse = with_return_lse(run)
 
     @declare.operator("paged_decode_forward", fakes.attention, mutates=(), is_method=True)
+    @older_form
     def forward(
         self,
         q: torch.Tensor,
@@ -227,25 +228,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         *,
         return_lse: bool = False,
     ) -> Result:
-        """Run with other options than the planned ones: FlashInfer's older form of `run`.
-
-        As `BatchPrefillWithPagedKVCacheWrapper.forward`.
-
-        Parameters
-        ----------
-        q, paged_kv_cache, q_scale, k_scale, v_scale : arguments of `run`.
-        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`, with the
-            same defaults.
-        return_lse : return `(out, lse)`. `forward_return_lse` is `forward` with True as the default.
-
-        Returns
-        -------
-        What `run` returns: out, or the pair (out, lse).
-
-        Raises
-        ------
-        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
-        """
+        """Run with other options than the planned ones: FlashInfer's older form of `run`."""
         if is_dynamo_compiling():
             return trace.operator("paged_decode_forward")(locals())
         return self._forward(locals())
