@@ -5,7 +5,6 @@ tensor is checked once: the steps of an engine differ in lengths.
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -336,18 +335,15 @@ class PlanRequest(NamedTuple):
     def differs(self, before: PlanRequest) -> bool:
         """Tell whether it differs from another in more than lengths. Types count: 1 == 1.0 == True."""
         old, new = before.lengths, self.lengths
+        then, now = before.options, self.options
         return (
-            (before.options is not self.options and _options_differ(before.options, self.options))
+            (then is not now and (then, *map(type, then)) != (now, *map(type, now)))
             or (before.splits is not self.splits and before.splits != self.splits)
             or before[2:6] != self[2:6]  # page size, bound of query tokens, matrix
             or old.batch_size != new.batch_size
             or not (before.mask.packed is self.mask.packed is None)
             or not (old.key_bounds is new.key_bounds is None)
         )
-
-
-def _options_differ(before: PlanOptions, now: PlanOptions) -> bool:
-    return any(map(operator.is_not, map(type, before), map(type, now))) or before != now
 
 
 # ---- buffers of the wrapper
