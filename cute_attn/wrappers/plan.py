@@ -208,12 +208,6 @@ class Plan:
             load=load if features is None else None,
         )
 
-    def workspace(self) -> tuple[int, int]:
-        """Return the bytes that a schedule would use of an unlimited workspace, and the bytes of its records."""
-        lengths = self.request.lengths.host
-        batch = self._on_backend(lengths)
-        return backends.IMPLEMENTATIONS[batch.backend].workspace(self.settings, lengths, batch.limits)
-
 
 # ---- plans of requests
 
@@ -242,10 +236,12 @@ def make_plan(place: Place, request: PlanRequest, before: Plan | None) -> Plan:
 
 
 def measure(place: Place, request: PlanRequest, before: Plan | None) -> tuple[int, int]:
-    """Return `workspace` of the plan of a request."""
-    request = request._replace(lengths=request.lengths.host)
+    """Return the bytes that the schedule of a request would use of an unlimited workspace, and those of its records."""
+    lengths = request.lengths.host
+    request = request._replace(lengths=lengths)
     settings, fixed = _checked(place, request, before)
-    return _following(place, request, settings, fixed, before).workspace()
+    batch = _following(place, request, settings, fixed, before)._on_backend(lengths)
+    return backends.IMPLEMENTATIONS[batch.backend].workspace(settings, lengths, batch.limits)
 
 
 def _checked(
