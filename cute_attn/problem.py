@@ -172,12 +172,6 @@ class BatchLengths:
             self.with_queries = int(np.count_nonzero(self.qo_len))
             self.rows, self.first_row = qo_indptr.item(-1), qo_indptr.item(0)
 
-    def same(self, other: BatchLengths) -> bool:
-        """Tell whether another batch has the same tokens in the same places."""
-        return all(
-            np.array_equal(getattr(self, name), getattr(other, name)) for name in ("qo_indptr", "kv_indptr", "kv_len")
-        )
-
     def replace(self, **changes: Any) -> BatchLengths:
         """Return lengths with another mask_offset, key_bounds or kv_indices."""
         changed = object.__new__(BatchLengths)

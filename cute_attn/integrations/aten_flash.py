@@ -17,10 +17,8 @@ import torch
 
 from cute_attn.integrations import workspaces
 from cute_attn.prefill import single_prefill_with_kv_cache
-from cute_attn.problem import BatchLengths
 from cute_attn.request import checks, unplanned
-from cute_attn.request.index_arrays import IndexArrays
-from cute_attn.request.unplanned import Keys
+from cute_attn.request.unplanned import NOWHERE, Keys, Lengths
 from cute_attn.wrappers import planned_prefill
 from cute_attn.wrappers.planned_prefill import Structure
 from cute_attn.xqa import xqa_batch_decode_with_kv_cache
@@ -226,11 +224,11 @@ def _tokens(operands: Operands, band: Band, scale: float | None) -> torch.Tensor
     """Compute a batch of `[batch, tokens, heads, head_dim]`; return the base-2 lse `[batch * qo_len, heads]`."""
     q, k, v, out = operands
     (batch, qo_len), kv_len = q.shape[:2], k.shape[1]
+    lengths = _uniform_lengths(batch, qo_len, kv_len)
     if all(_is_one_axis(x, 1) for x in (k, v)):
-        keys, rows_of_request = Keys(k.flatten(0, 1), v.flatten(0, 1)), kv_len
-    else:
-        keys, rows_of_request = Keys(k, v, _page_per_request(batch, q.device)), 1
-    lengths = _uniform_lengths(batch, qo_len, kv_len, rows_of_request)
+        keys = Keys(k.flatten(0, 1), v.flatten(0, 1))
+        return _planned(q.flatten(0, 1), keys, out.flatten(0, 1), lengths, band, scale)
+    keys, lengths = Keys(k, v, _page_per_request(batch, q.device)), lengths._replace(kv_indptr=NOWHERE)
     return _planned(q.flatten(0, 1), keys, out.flatten(0, 1), lengths, band, scale)
 
 
@@ -247,8 +245,8 @@ def _ragged(
         _refuse("cum_seq_k=None without block_table", "it says where the keys of a request are", "cum_seq_k")
     unplanned.refuse_capture("varlen_attn", q.device)
     bounds = {"cum_seq_q": cum_seq_q, "cum_seq_k": cum_seq_k}
-    qo_indptr, kv_indptr = map(torch.from_numpy, unplanned.host_arrays(bounds, q.device))
-    lengths = IndexArrays(tuple(bounds), qo_indptr, kv_indptr).on_host()
+    qo_indptr, kv_indptr = unplanned.host_arrays(bounds, q.device)
+    lengths = Lengths(qo_indptr, kv_indptr[1:] - kv_indptr[:-1], kv_indptr)
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
     rows = lengths.rows
     _clear(operands, rows)
@@ -298,7 +296,7 @@ def _planned(
     q: torch.Tensor,
     keys: Keys,
     out: torch.Tensor,
-    lengths: BatchLengths,
+    lengths: Lengths,
     band: Band,
     scale: float | None,
 ) -> torch.Tensor:
@@ -311,10 +309,10 @@ def _planned(
 
 
 @functools.lru_cache(64)
-def _uniform_lengths(batch: int, qo_len: int, kv_len: int, rows_of_request: int) -> BatchLengths:
-    """Return the lengths of a batch. `rows_of_request`: rows of k, or pages, from one request to the next."""
+def _uniform_lengths(batch: int, qo_len: int, kv_len: int) -> Lengths:
+    """Return the lengths of a batch, and where the keys of each request start."""
     requests = np.arange(batch + 1, dtype=np.int64)
-    return BatchLengths(requests * qo_len, requests * rows_of_request, np.full(batch, kv_len))
+    return Lengths(requests * qo_len, np.full(batch, kv_len), requests * kv_len)
 
 
 @functools.lru_cache(64)

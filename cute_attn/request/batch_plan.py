@@ -227,7 +227,7 @@ def uniform_q_len(value: int | None, lengths: Lengths) -> int | None:
     warnings.warn(
         f"uniform_q_len={value} does not describe this batch, whose requests have {qo_len.min(initial=value)} to "
         f"{qo_len.max(initial=0)} query tokens; planning without it",
-        stacklevel=7,
+        stacklevel=6,
     )
     return None
 

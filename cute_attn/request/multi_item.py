@@ -11,7 +11,6 @@ from cute_attn.errors import ArgumentError
 from cute_attn.problem import BatchLengths, Lengths
 from cute_attn.request import checks, index_arrays
 from cute_attn.request.batch_plan import Mask
-from cute_attn.request.settings import MAX_KV_LEN
 
 DTYPES = (torch.uint16, torch.uint32, torch.int32, torch.int64)
 
@@ -37,7 +36,9 @@ def bound_keys(given: tuple[Any, Any, Any, Any], lengths: Lengths, mask: Mask) -
     prefix_len = _per_request("prefix_len_ptr", prefix_len_ptr, lengths.batch_size)
     positions = _integers("token_pos_in_items_ptr", token_pos_in_items_ptr)
     # Query tokens behind the prefix of their request: their rows of q, and positions among its keys and in their item.
-    row, request, position = _query_tokens(lengths)
+    request = np.arange(lengths.batch_size).repeat(lengths.qo_len)
+    row = np.arange(lengths.first_row, lengths.rows)
+    position = row + (lengths.kv_len - lengths.qo_indptr[1:])[request]
     behind = position >= prefix_len[request]
     row, request, position = row[behind], request[behind], position[behind]
     _check_room(lengths.kv_len - prefix_len, request, stride, len(positions))
@@ -59,24 +60,6 @@ def bound_keys(given: tuple[Any, Any, Any, Any], lengths: Lengths, mask: Mask) -
     bounds[lengths.first_row :] = ends.repeat(lengths.qo_len)[:, None]  # nothing is hidden from tokens of the prefix
     bounds[row, 1] = np.maximum(position - in_item + 1, ends[request])
     return lengths.replace(key_bounds=bounds)
-
-
-def chunked(lengths: BatchLengths, size: int) -> BatchLengths:
-    """Return `lengths` with key bounds: a token at position p sees no key before p // size * size, the first of its
-    item behind an empty prefix. Unchanged for a size of 0.
-    """
-    if not size:
-        return lengths
-    row, _, position = _query_tokens(lengths)
-    bounds = np.zeros((lengths.rows, 2), np.int32)
-    bounds[row, 1] = np.maximum(position - position % min(size, MAX_KV_LEN), 0)
-    return lengths.replace(key_bounds=bounds)
-
-
-def _query_tokens(lengths: BatchLengths) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the row of q of every query token, its request, and its position among the keys of this."""
-    row, request = np.arange(lengths.first_row, lengths.rows), np.arange(lengths.batch_size).repeat(lengths.qo_len)
-    return row, request, row + (lengths.kv_len - lengths.qo_indptr[1:])[request]
 
 
 def _check_room(needed: np.ndarray, request: np.ndarray, stride: int, size: int) -> None:

@@ -9,11 +9,29 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.problem import BatchLengths
-from cute_attn.request import checks, index_arrays
+from cute_attn.request import checks
 from cute_attn.request.settings import MAX_KV_LEN
 
+NOWHERE = np.empty(0, np.int64)
 LENGTH_DTYPES = (torch.int32, torch.uint32, torch.int64)
+
+
+class Lengths(NamedTuple):
+    """Query tokens `[batch_size + 1]` and keys `[batch_size]` of a batch, and the rows `[batch_size + 1]` of these,
+    empty where they are in pages: int64 on the host.
+    """
+
+    qo_indptr: np.ndarray
+    kv_len: np.ndarray
+    kv_indptr: np.ndarray = NOWHERE
+
+    @property
+    def rows(self) -> int:
+        return int(self.qo_indptr[-1])
+
+    def same(self, other: Lengths | None) -> bool:
+        """Tell whether another batch has the same lengths."""
+        return other is not None and all(map(np.array_equal, self, other))
 
 
 class Keys(NamedTuple):
@@ -72,7 +90,7 @@ def from_host(q_seq_lens_cpu: Any, kv_seq_lens_cpu: Any) -> tuple[torch.Tensor, 
     return qo_indptr, kv_len, kv_indptr
 
 
-def lengths(arrays: Mapping[str, Any], sizes: Mapping[str, Any], query: torch.Tensor, k: torch.Tensor) -> BatchLengths:
+def lengths(arrays: Mapping[str, Any], sizes: Mapping[str, Any], query: torch.Tensor, k: torch.Tensor) -> Lengths:
     """Read lengths, and check them against each other, the rows of query and k, and what else the call says of them.
 
     `arrays`: cum_seq_lens_q, seq_lens and, where k has rows instead of pages, cum_seq_lens_kv. `sizes`: batch_size,
@@ -92,14 +110,31 @@ def lengths(arrays: Mapping[str, Any], sizes: Mapping[str, Any], query: torch.Te
         )
     what = ", max_kv_len" if max_kv_len <= MAX_KV_LEN else ""
     checks.each_within("seq_lens", kv_len, min(max_kv_len, MAX_KV_LEN), what)
-    if not kv_indptr:
-        return BatchLengths(qo_indptr, index_arrays.bounds(-(-kv_len // k.shape[1])), kv_len)
-    if not np.array_equal(np.diff(kv_indptr[0]), kv_len):
-        raise ArgumentError(
-            "cum_seq_lens_kv must be the sums of seq_lens: they give other numbers of keys to a request"
-        )
-    checks.increasing("cum_seq_lens_kv", kv_indptr[0], k.shape[0], ", the rows of k and v")
-    return BatchLengths(qo_indptr, kv_indptr[0], kv_len)
+    if kv_indptr:
+        ragged, rows = kv_indptr[0], k.shape[0]
+        if not np.array_equal(np.diff(ragged), kv_len):
+            raise ArgumentError(
+                "cum_seq_lens_kv must be the sums of seq_lens: they give other numbers of keys to a request"
+            )
+        checks.increasing("cum_seq_lens_kv", ragged, rows, ", the rows of k and v")
+    return Lengths(qo_indptr, kv_len, *kv_indptr)
+
+
+def chunks(size: int, kv_len: np.ndarray) -> dict[str, Any]:
+    """Return chunks of `size` keys as arguments of multi-item scoring: items behind an empty prefix, whose tokens see
+    their item up to themselves. Nothing for a size of 0.
+    """
+    if not size:
+        return {}
+    longest = int(kv_len.max(initial=0))
+    positions = (
+        np.arange(longest, dtype=np.int32) % min(size, MAX_KV_LEN) + 1
+    )  # 0 is a delimiter, which sees no key of its item
+    return {
+        "prefix_len_ptr": torch.zeros(len(kv_len), dtype=torch.int32, device="cpu"),
+        "token_pos_in_items_ptr": torch.from_numpy(np.tile(positions, len(kv_len))),
+        "token_pos_in_items_len": longest,
+    }
 
 
 # ---- tables in which keys and values have pages of their own

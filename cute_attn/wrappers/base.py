@@ -70,7 +70,10 @@ def makes_plan(request_of: Callable[P, PlanRequest]) -> Callable[P, None]:
 
     @functools.wraps(request_of)
     def plan(self: BatchWrapper, *args: Any, **kwargs: Any) -> None:
-        self._take(checked(self, *args, **kwargs))
+        request = checked(self, *args, **kwargs)
+        with self._lock:
+            self._keep(make_plan(self._place, request, self._plan))
+            self._copies = {}
 
     plan.__dict__["request_of"] = request_of
     plan.__dict__["__signature__"] = inspect.signature(request_of).replace(return_annotation=None)
@@ -134,12 +137,6 @@ class BatchWrapper(EngineHooks, EndsForward):
         return self._place.device
 
     # ---- plan
-
-    def _take(self, request: PlanRequest) -> None:
-        """Make the plan of a request, and put it in force."""
-        with self._lock:
-            self._keep(make_plan(self._place, request, self._plan))
-            self._copies = {}
 
     def _keep(self, plan: Plan | None) -> None:
         """Put a plan in force. Nothing else does."""

@@ -17,7 +17,7 @@ import torch
 from cute_attn.dispatch import select
 from cute_attn.problem import Lengths
 from cute_attn.request import batch_plan, checks, multi_item, positional
-from cute_attn.request.batch_plan import Mask, PlanOptions, PlanRequest
+from cute_attn.request.batch_plan import PlanOptions, PlanRequest
 from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.sink_variant import SinkVariant
 from cute_attn.runtime import switches
@@ -103,19 +103,6 @@ def prefill_request(
     lengths = multi_item.bound_keys(ITEMS(arguments), lengths, mask)
     if uniform_q_len is not None:
         uniform_q_len = checks.integer("uniform_q_len", uniform_q_len)
-    return with_lengths(place, given, lengths, mask, uniform_q_len)
-
-
-def with_lengths(
-    place: Place,
-    given: PlanRequest,
-    lengths: Lengths,
-    mask: Mask = batch_plan.NO_MASK,
-    uniform_q_len: int | None = None,
-) -> PlanRequest:
-    """Return the request of a prefill plan with lengths, mask, and the bound of its query tokens, if launches may
-    depend on it: with CUDA graphs what the caller promises, else what `select.newest_bound` makes of the longest.
-    """
     graphs, options = place.graph is not None, given.options
     most = batch_plan.uniform_q_len(uniform_q_len, lengths) if graphs else lengths.longest_qo
     heads, causal, bound = (options.num_qo_heads, options.num_kv_heads), options.causal, 0

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from cute_attn.problem import BatchLengths
-from cute_attn.request import caches, checks, multi_item
-from cute_attn.request.batch_plan import PlanOptions, PlanRequest, Splits
-from cute_attn.request.unplanned import Keys
+from cute_attn.request import caches, checks, unplanned
+from cute_attn.request.batch_plan import PlanOptions
+from cute_attn.request.index_arrays import bounds, int32, last_page_len
+from cute_attn.request.unplanned import Keys, Lengths
 from cute_attn.runtime import capture
 from cute_attn.wrappers import calls
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from cute_attn.wrappers.plan_request import with_lengths
 from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 MAX_STREAMS = 16  # with wrappers of their own
@@ -56,17 +55,17 @@ class Session:
         make = BatchPrefillWithPagedKVCacheWrapper if structure.page_size else BatchPrefillWithRaggedKVCacheWrapper
         self.wrapper: Any = make(workspace, backend=structure.backend)
         self.structure = structure
-        self.lengths: BatchLengths | None = None
+        self.lengths: Lengths | None = None
         self.shape: torch.Size | None = None  # of the tables
         self.pages = caches.NO_PAGES
         self.positions: torch.Tensor
         self.indices: torch.Tensor  # page numbers, filled again before every run: they may change without a new plan
 
-    def run(self, query: torch.Tensor, keys: Keys, lengths: BatchLengths, options: dict[str, Any]) -> Any:
+    def run(self, query: torch.Tensor, keys: Keys, lengths: Lengths, options: dict[str, Any]) -> Any:
         """Compute a batch, after a plan where its lengths differ from those before."""
         k, v, tables = keys
         shape = None if tables is None else tables.shape
-        planned = self.lengths is not None and lengths.same(self.lengths) and shape == self.shape
+        planned = lengths.same(self.lengths) and shape == self.shape
         if not planned:
             self.lengths = None
         if tables is not None:
@@ -76,7 +75,7 @@ class Session:
             self.lengths, self.shape = lengths, shape
         return self.wrapper.run(query, *((k, v) if tables is None else ((k, v),)), **options)
 
-    def _fill(self, keys: Keys, lengths: BatchLengths, planned: bool) -> None:
+    def _fill(self, keys: Keys, lengths: Lengths, planned: bool) -> None:
         """Write the page numbers of a batch to where its plan reads them."""
         tables = keys.tables
         if not planned:
@@ -88,12 +87,14 @@ class Session:
         if calls.looks_at_values(tables.device):
             self.pages.check(self.indices, keys.k.shape[0], caches.TABLE_ENTRY)
 
-    def _plan(self, lengths: BatchLengths) -> None:
+    def _plan(self, lengths: Lengths) -> None:
         _, page_size, chunk, options = self.structure
+        counts, given = self.pages.counts, options._asdict()
+        where: Any = (int32(lengths.kv_indptr),)
         if page_size:
-            lengths = lengths.replace(kv_indices=self.indices)
-        given = PlanRequest(options, Splits(None, False), max(1, page_size))
-        self.wrapper._take(with_lengths(self.wrapper._place, given, multi_item.chunked(lengths, chunk)))
+            last = last_page_len(lengths.kv_len, counts, page_size)
+            where, given["page_size"] = (int32(bounds(counts)), self.indices, int32(last)), page_size
+        self.wrapper.plan(int32(lengths.qo_indptr), *where, **unplanned.chunks(chunk, lengths.kv_len), **given)
 
 
 class Place:
@@ -124,7 +125,7 @@ def run(
     structure: Structure,
     query: torch.Tensor,
     keys: Keys,
-    lengths: BatchLengths,
+    lengths: Lengths,
     options: dict[str, Any],
 ) -> Any:
     """Compute a batch on the current stream of query's device. Returns what a wrapper's `run` returns, to which
