@@ -363,7 +363,6 @@ class DecodeProblem(NamedTuple):
     v_scale_tensor: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     block_scales: tuple[torch.Tensor, torch.Tensor] | None = None
-    given: tuple[tuple[str, Any], ...] = ()  # what the call reads, as the user gave it: some of the above are copies
 
     @property
     def features(self) -> Features:

@@ -8,11 +8,10 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.request import batch_plan, block_sparse, checks
-from cute_attn.request.batch_plan import PlanOptions
+from cute_attn.request.batch_plan import PlanOptions, PlanRequest, Splits
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.block_sparse import convert_bsr_mask_layout
-from cute_attn.request.plan_arguments import PlanRequest
-from cute_attn.wrappers.base import BatchWrapper, DType, Result, makes_plan
+from cute_attn.wrappers.base import BatchWrapper, DType, Result, makes_plan, older_form
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
 
@@ -128,7 +127,7 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         lengths = block_sparse.bsr(indptr, indices, matrix)
         options = PlanOptions.of(given, head_dim_qk=head_dim, causal=False)
         packed = block_sparse.bsr_mask(mask, packed_mask, causal, lengths, matrix, self.device)
-        return PlanRequest(options, lengths, packed, batch_plan.splits(None, False, C), C, matrix=matrix)
+        return PlanRequest(options, Splits(None, False), C, matrix=matrix, lengths=lengths, mask=packed)
 
     begin_forward = plan
 
@@ -171,6 +170,7 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         scales = None if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
         return self._run(RunArguments(q, cache, None, None, None, out, lse, return_lse, enable_pdl, head_scales=scales))
 
+    @older_form
     def forward(
         self,
         q: torch.Tensor,
@@ -186,22 +186,7 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> Result:
-        """Run with other options than the planned ones: FlashInfer's older form of `run`.
-
-        Parameters
-        ----------
-        q, k, v, scale_q, scale_k, scale_v : the tensors of `run`.
-        pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`,
-            with the same defaults; they replace the planned ones.
-
-        Returns
-        -------
-        What `run` returns.
-
-        Raises
-        ------
-        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
-        """
+        """Run with other options than the planned ones: FlashInfer's older form of `run`."""
         return self._forward(locals())
 
 
@@ -272,8 +257,8 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         options = PlanOptions.of(locals(), **sizes, causal=False)
         flat = block_sparse.causal_mask(lengths, matrix) if checks.boolean("causal", causal) else None
         mask = batch_plan.mask(flat, None, lengths, self.device)
-        splits = batch_plan.splits(None, False, matrix.page_size)
-        return PlanRequest(options, lengths, mask, splits, matrix.page_size, matrix=matrix)
+        size = matrix.page_size
+        return PlanRequest(options, Splits(None, False), size, matrix=matrix, lengths=lengths, mask=mask)
 
     begin_forward = plan
 
@@ -317,6 +302,7 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
             return block_sparse.by_query_head(result[0], matrix), block_sparse.by_query_head(result[1], matrix)
         return block_sparse.by_query_head(result, matrix)
 
+    @older_form
     def forward(
         self,
         q: torch.Tensor,
@@ -329,20 +315,5 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> Result:
-        """Run with other options than the planned ones: FlashInfer's older form of `run`.
-
-        Parameters
-        ----------
-        q, k, v : the tensors of `run`.
-        pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`,
-            with the same defaults; they replace the planned ones.
-
-        Returns
-        -------
-        What `run` returns.
-
-        Raises
-        ------
-        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
-        """
+        """Run with other options than the planned ones: FlashInfer's older form of `run`."""
         return self._forward(locals())

@@ -43,8 +43,9 @@ logger = logging.getLogger(__name__)
 CACHE_SIZE = 256  # settings: more than the layers of a model have
 HOPPER = archs.named("sm_90a")
 NOT_IN_TITLES = {"positive_scale", "kv_block_scales", "decode", "own_splits", "large_cache", "loose_scales"}
-# Most packed query rows of some kernel of decode (pairs of rows of NVFP4, blocks of rows) or limit of selection.
-ROW_STEPS = (4, 8, 16, 24, ROWS_OF_DECODE)
+# Most packed query rows of some kernel of decode (pairs of rows of NVFP4, blocks of rows) or limit of selection, and
+# up to which a plan that names XQA is one of decode.
+ROW_STEPS = (4, 8, 16, 24, ROWS_OF_DECODE, 48, 64)
 
 
 @functools.lru_cache(CACHE_SIZE)
@@ -107,7 +108,7 @@ def load_of_batch(settings: Settings, lengths: BatchLengths | DeviceLengths, lim
     return load_class(settings, limits.max_qo_len or typical_qo_len(known, limits), lengths.batch_size)
 
 
-def newest_bound(most_qo_len: int, heads: tuple[int, int], causal: bool) -> int:
+def newest_bound(most_qo_len: int, heads: tuple[int, int], causal: bool, backend: str = "auto") -> int:
     """Return the query tokens by which kernels of decode plan requests of at most `most_qo_len` over pages, without
     other masks: drafts that are verified, decode steps. 0: they cannot run them, or are not faster. Numbers between
     which no kernel distinguishes are one, so that plans follow one another.
@@ -115,7 +116,9 @@ def newest_bound(most_qo_len: int, heads: tuple[int, int], causal: bool) -> int:
     `heads`: num_qo_heads and num_kv_heads.
     """
     num_qo_heads, num_kv_heads = heads
-    if not (causal or most_qo_len == 1) or not 0 < most_qo_len * num_qo_heads <= ROWS_OF_DECODE * num_kv_heads:
+    kernels = emulation.current().kernels if backend == EMULATOR.name else backend
+    most_rows = ROW_STEPS[-1] if kernels == "xqa" else ROWS_OF_DECODE
+    if not (causal or most_qo_len == 1) or not 0 < most_qo_len * num_qo_heads <= most_rows * num_kv_heads:
         return 0
     if most_qo_len == 1:
         return 1  # a step of decode

@@ -75,11 +75,6 @@ class Declaration(NamedTuple):
         named = [p for p in signature if p.name != "self" and p.kind is not p.VAR_POSITIONAL]
         return tuple(Parameter.of(p, written.get(p.name)) for p in named)
 
-    def before_operands(self) -> list[str]:
-        """Return the parameters that a call with `*args` passes by position."""
-        names = list(inspect.signature(self.function).parameters)
-        return names[1 : names.index("args")] if "args" in names else []
-
 
 DECLARED: dict[str, Declaration] = {}
 

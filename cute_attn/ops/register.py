@@ -6,6 +6,7 @@ caller gave memory for are empty tensors: an operator must not return its argume
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,7 @@ def implementation(declaration: Declaration) -> Callable[..., Any]:
     """Return what computes an operator: the public function."""
     parameters = declaration.parameters()
     function = declaration.function
+    names = list(inspect.signature(function).parameters)
 
     def of_function(*flat: Any) -> Any:
         arguments = arguments_by_name(parameters, flat)
@@ -74,7 +76,7 @@ def implementation(declaration: Declaration) -> Callable[..., Any]:
                 "later plans: make the wrapper with use_cuda_graph=True"
             )
         arguments = arguments_by_name(parameters, flat)
-        leading = [arguments.pop(name) for name in declaration.before_operands()]
+        leading = [arguments.pop(name) for name in names[1 : names.index("args")]] if "args" in names else []
         more = operands if operand is None else (*operands, operand)
         return fresh(arguments, function(wrapper, *leading, *more, **arguments))
 

@@ -1,5 +1,6 @@
 """Check the arguments of a batch's `plan` beside the index arrays: options and settings, lengths that are given again,
-masks, and buffers. Every user error is raised here and in `index_arrays`, before a schedule is made.
+masks, and buffers. Every user error is raised here and in `index_arrays`, before a schedule is made. What is not a
+tensor is checked once: the steps of an engine differ in lengths.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import BatchLengths, Features, Lengths, Settings
-from cute_attn.request import checks, index_arrays
+from cute_attn.problem import NO_LENGTHS, BatchLengths, Features, Lengths, Settings
+from cute_attn.request import checks, index_arrays, positional
 from cute_attn.request.bit_packing import pack_segments
+from cute_attn.request.once import once
 from cute_attn.request.operands import check_workspace
 from cute_attn.request.settings import MAX_INDEX, MAX_ROWS, Stored, call_settings
 
@@ -120,6 +122,59 @@ def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Spli
         return Splits(None, disable_split_kv)
     tokens = count("fixed_split_size", fixed_split_size) * page_size
     return Splits(None, True) if disable_split_kv else Splits(tokens, False)
+
+
+@once()
+def prefill_arguments(
+    page_size: Any,
+    use_fp16_qk_reduction: Any,
+    non_blocking: Any,
+    fixed_split_size: Any,
+    disable_split_kv: Any,
+    *options: Any,
+) -> PlanRequest:
+    """Check the arguments of a prefill plan, and return the request without lengths and mask; `options`: fields of
+    PlanOptions.
+    """
+    given = PlanOptions(*options)
+    positional.check_plan(given.head_dim_vo, given.causal)
+    checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
+    checks.boolean("non_blocking", non_blocking)
+    size = count("page_size", page_size)
+    return PlanRequest(given, splits(fixed_split_size, disable_split_kv, size), size)
+
+
+@once()
+def decode_arguments(
+    page_size: Any,
+    non_blocking: Any,
+    window_right: Any,
+    q_len_per_req: Any,
+    is_causal: Any,
+    fixed_split_size: Any,
+    disable_split_kv: Any,
+    data_type: Any,
+    *options: Any,
+) -> PlanRequest:
+    """Check the arguments of a decode plan, and return the request without lengths; `options`: fields of PlanOptions,
+    of which `causal` follows from `q_len_per_req`.
+    """
+    checks.boolean("non_blocking", non_blocking)
+    if checks.integer("window_right", window_right) != 0:
+        reason, instead = "a token sees no key to its right", "a prefill wrapper with causal=False"
+        checks.refuse_given(reason, instead, window_right=window_right)
+    q_len = count("q_len_per_req", q_len_per_req)
+    if is_causal is not None and checks.boolean("is_causal", is_causal) != (q_len > 1):
+        feature, reason = f"is_causal={is_causal} with q_len_per_req={q_len}", "tokens see the keys up to their own"
+        checks.refuse(feature, reason, "a prefill wrapper")
+    size, given = count("page_size", page_size), PlanOptions(*options)
+    q_dtype = data_type if given.q_data_type is None else given.q_data_type
+    planned = given._replace(
+        q_data_type="float16" if q_dtype is None else q_dtype,
+        kv_data_type=data_type if given.kv_data_type is None else given.kv_data_type,
+        causal=q_len > 1,
+    )
+    return PlanRequest(planned, splits(fixed_split_size, disable_split_kv, size), size, q_len, newest=True)
 
 
 # ---- lengths
@@ -250,6 +305,47 @@ def _pack(bits: torch.Tensor, sizes: np.ndarray, offsets: np.ndarray) -> torch.T
     return pack_segments(bits, starts, packed_starts, int(offsets[-1]), "little")
 
 
+# ---- all of them
+
+
+class PlanRequest(NamedTuple):
+    """What a `plan` asks for."""
+
+    options: PlanOptions
+    splits: Splits
+    page_size: int
+    max_qo_len: int | None = None  # most query tokens of a request, where launches may depend on it
+    newest: bool = False  # whether all query tokens are the newest of their request, and see the keys up to their own
+    matrix: Any = None  # `block_sparse.Matrix`, of a block-sparse plan
+    lengths: Lengths = NO_LENGTHS
+    mask: Mask = NO_MASK
+
+    def with_options(self, overrides: dict[str, Any]) -> PlanRequest:
+        """Return the request with some of its options replaced. Tokens that see later keys then are not `newest`."""
+        newest = self.newest and (not self.options.causal or bool(overrides.get("causal", True)))
+        return self._replace(options=self.options._replace(**overrides), newest=newest) if overrides else self
+
+    def with_lengths(self, lengths: Lengths) -> PlanRequest:
+        """Return the request with other lengths, without a bound that they do not keep."""
+        longest, most = lengths.longest_qo, self.max_qo_len
+        if longest is None or most is None or longest <= most:
+            return self._replace(lengths=lengths)
+        return self._replace(lengths=lengths, max_qo_len=None, newest=False)
+
+    def differs(self, before: PlanRequest) -> bool:
+        """Tell whether it differs from another in more than lengths. Types count: 1 == 1.0 == True."""
+        old, new = before.lengths, self.lengths
+        then, now = before.options, self.options
+        return (
+            (then is not now and (then, *map(type, then)) != (now, *map(type, now)))
+            or (before.splits is not self.splits and before.splits != self.splits)
+            or before[2:6] != self[2:6]  # page size, bound of query tokens, matrix
+            or old.batch_size != new.batch_size
+            or not (before.mask.packed is self.mask.packed is None)
+            or not (old.key_bounds is new.key_bounds is None)
+        )
+
+
 # ---- buffers of the wrapper
 
 
@@ -258,11 +354,3 @@ def workspace(value: Any) -> torch.Tensor:
     buffer = checks.readable("float_workspace_buffer", value)
     check_workspace("float_workspace_buffer", buffer)
     return buffer.view(-1).view(torch.uint8)
-
-
-def graph_buffer(name: str, value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Check a buffer of CUDA-graph mode, which keeps its address across plans."""
-    if not isinstance(value, torch.Tensor):
-        raise checks.wrong(f"{name} must be a torch.Tensor with use_cuda_graph=True", value)
-    checks.contiguous(name, checks.operand(name, value, (dtype,), (None,), "[n]", device, "the workspace's device"))
-    return value

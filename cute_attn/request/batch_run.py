@@ -50,16 +50,19 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
     q = checks.tensor("q", run.q)
     _check_operands(plan, q, k, v)
     placed = operands.placement(q, k, v)
-    large = not ragged and (is_large(k) or is_large(v))
-    if placed.expanded or large:  # on such strides the planned backend may not run
-        plan.check_supported(plan.settings.features._replace(expanded=placed.expanded, large_cache=large))
     q = operands.readable(q, k, v, placed)
     if run.return_lse is not True and run.return_lse is not False:
         checks.boolean("return_lse", run.return_lse)
+    sf, loose = run.kv_cache_sf, False
+    if plan.settings.features.kv_block_scales or sf is not None:
+        sf = _block_scales(plan, sf, k, v)
+        loose = operands.has_loose_scales(*sf)
+    large = not ragged and (is_large(k) or is_large(v))
 
     settings, scales = plan.settings, NO_SCALES
     planned = run.q_scale is run.k_scale is run.v_scale is run.enable_pdl is run.window_left is run.sinks is None
-    if not planned or not run.head_scales is run.ranges is None or placed.half_aligned:
+    usual = not (placed.expanded or placed.half_aligned or large or loose)
+    if not (planned and usual and run.head_scales is run.ranges is None):
         if run.window_left is not None:
             planned_window = settings.window_left
             agrees = max(-1, checks.whole("window_left", run.window_left)) == planned_window
@@ -70,13 +73,11 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
         settings = plan.run_settings(
             *(scales.q, scales.k, scales.v, run.enable_pdl, bool(scales.of_scores)),
             *(run.sinks is not None, run.head_scales is not None, placed.half_aligned),
+            *(placed.expanded, large, loose),
             *(NO_WINDOWS if run.ranges is None else run.ranges.windows()),
         )
     features = settings.features
     sinks = None if run.sinks is None else operands.per_head("sinks", run.sinks, features.num_qo_heads, q.device)
-    sf = run.kv_cache_sf
-    if features.kv_block_scales or sf is not None:
-        sf = _block_scales(plan, sf, k, v)
 
     rows = plan.rows, features.num_qo_heads
     element = features.head_dim_vo, features.o_dtype
@@ -123,29 +124,16 @@ def fewer_heads(plan: BatchPlan, arguments: RunArguments) -> dict[str, int] | No
     return {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads}
 
 
-class LseForm(NamedTuple):
-    """How a run returns lse, where not as kernels write it."""
-
-    factor: float  # of the planned base
-    transposed: bool  # [num_qo_heads, rows]
-
-    def convert(self, lse: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
-        """Return lse in this form, in the caller's buffer if there is one, else in place or in a new tensor."""
-        if not self.transposed:
-            return lse.mul_(self.factor)
-        if buffer is None:
-            buffer = lse.new_empty(lse.shape[::-1])
-        return torch.mul(lse.t(), self.factor, out=buffer)
-
-
-def lse_form(plan: BatchPlan, arguments: RunArguments, lse_base: Any, lse_layout: Any) -> LseForm | None:
-    """Check `lse_base`, `lse_layout` and a buffer of layout "HN", and return what is to be done. None: nothing."""
+def lse_form(plan: BatchPlan, arguments: RunArguments, lse_base: Any, lse_layout: Any) -> tuple[float, bool]:
+    """Check `lse_base`, `lse_layout` and a buffer of layout "HN". Return the factor of the planned base by which the
+    run returns lse, and whether it returns `[num_qo_heads, rows]`.
+    """
     transposed = checks.choice("lse_layout", lse_layout, LSE_LAYOUTS) == "HN"
     base = plan.settings.lse_scale
     wanted = base if lse_base is None else LSE_BASES[checks.choice("lse_base", lse_base, tuple(LSE_BASES))]
     lse, returned = arguments.lse, checks.boolean("return_lse", arguments.return_lse)
-    if (wanted == base and not transposed) or (lse is None and not returned):
-        return None
+    if lse is None and not returned:
+        return 1.0, False
     if transposed and lse is not None:
         q = checks.tensor("q", arguments.q)
         heads = q.shape[1] if q.dim() == 3 else plan.settings.features.num_qo_heads
@@ -153,7 +141,7 @@ def lse_form(plan: BatchPlan, arguments: RunArguments, lse_base: Any, lse_layout
         checks.operand("lse", lse, (torch.float32,), (heads, plan.rows), axes, q.device)
         checks.contiguous("lse", lse)
         keep_apart(plan, arguments, arguments.kv_cache)
-    return LseForm(wanted / base, transposed)
+    return wanted / base, transposed
 
 
 # ---- settings
@@ -169,12 +157,16 @@ def _add_run_options(
     sinks: bool,
     per_head: bool,
     half_aligned: bool,
+    expanded: bool,
+    large_cache: bool,
+    loose_scales: bool,
     *range_windows: int,
 ) -> Settings:
     """Return the planned settings with what a run adds; None adds nothing.
 
     `device_scale`: a factor of the scores is a tensor on the device. `sinks`, `per_head`: the run has sinks, or
-    per-head scales. `half_aligned`: see `Features.half_aligned_kv`. `range_windows`: see `Settings`.
+    per-head scales. `half_aligned`: see `Features.half_aligned_kv`. `expanded`, `large_cache` and `loose_scales`: see
+    there too; backends that run them need not know of them. `range_windows`: see `Settings`.
     """
     s = plan.settings
     q_factor, k_factor, v_factor = (
@@ -189,8 +181,9 @@ def _add_run_options(
         per_head_scales=per_head,
         half_aligned_kv=half_aligned,
     )
-    if features != s.features:
-        plan.check_supported(features)
+    needed = features._replace(expanded=expanded, large_cache=large_cache, loose_scales=loose_scales)
+    if needed != s.features:
+        plan.check_supported(needed)
     return s._replace(
         features=features,
         sm_scale=sm_scale,
@@ -280,10 +273,7 @@ def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor
         )
     if f.kv_source == "paged":
         scales = pages(plan, scales, "kv_cache_sf")
-    k_sf, v_sf = operands.check_block_scales(scales, k, v)
-    if operands.has_loose_scales(k_sf, v_sf):
-        plan.check_supported(f._replace(loose_scales=True))
-    return k_sf, v_sf
+    return operands.check_block_scales(scales, k, v)
 
 
 def keep_apart(plan: BatchPlan, arguments: RunArguments, kv: Any) -> None:

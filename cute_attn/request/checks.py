@@ -103,21 +103,18 @@ def fp16_hint(use_fp16_qk_reduction: Any = False, allow_fp16_qk_reduction: Any =
         )
 
 
-def at_least(name: str, value: Any, least: int, most: int = LARGEST_INT) -> int:
-    """Check for an `integer` within `least`..`most`."""
-    value = integer(name, value)
-    if not least <= value <= most:
-        raise ArgumentError(f"{name} must be at {f'least {least}' if value < least else f'most {most}'}, got {value}")
-    return value
-
-
 def integer(name: str, value: Any) -> int:
     """Check for an integer of any type (numpy's too) except bool, of 64 bits."""
+    return at_least(name, value, -LARGEST_INT)
+
+
+def at_least(name: str, value: Any, least: int, most: int = LARGEST_INT) -> int:
+    """Check for an integer within `least`..`most`."""
     value = whole(name, value)
-    if -LARGEST_INT <= value <= LARGEST_INT:
-        return value
-    bound = f"most {LARGEST_INT}" if value > 0 else f"least {-LARGEST_INT}"
-    raise ArgumentError(f"{name} must be at {bound}, got {shown(value)}")
+    if not least <= value <= most:
+        bound = f"least {least}" if value < least else f"most {most}"
+        raise ArgumentError(f"{name} must be at {bound}, got {shown(value)}")
+    return value
 
 
 def whole(name: str, value: Any) -> int:

@@ -107,7 +107,6 @@ def decode_problem(call: DecodeCall) -> DecodeProblem:
         if checks.tensor("sinks", sinks).dim() != 1 and sinks.numel() == settings.features.num_qo_heads:
             sinks = sinks.reshape(-1)  # given in any shape
         sinks = operands.per_head("sinks", sinks, settings.features.num_qo_heads, device)
-    read = call.query, k, v, *(block_scales or (None, None)), *call[OF_LAUNCH]
     return DecodeProblem(
         settings,
         qo_len,
@@ -126,7 +125,6 @@ def decode_problem(call: DecodeCall) -> DecodeProblem:
         found.of_v,
         sinks,
         block_scales,
-        (*zip(READ, read, strict=True), *call.form.factors),
     )
 
 
@@ -260,7 +258,9 @@ def before_launch(problem: DecodeProblem, call: DecodeCall, values: bool) -> Non
     written = [("workspace_buffer", scratch.partial_buffer), ("out", problem.out), ("lse", problem.lse)]
     if scratch.counter_buffer is not scratch.partial_buffer:
         written.insert(0, ("semaphores", scratch.counter_buffer))
-    checks.apart((*written, ("lse", call.lse_copy)), problem.given)
+    scales = problem.block_scales or (None, None)
+    read = zip(READ, (call.query, problem.k, problem.v, *scales, *call[OF_LAUNCH]), strict=True)
+    checks.apart((*written, ("lse", call.lse_copy)), (*read, *call.form.factors))
     if values:
         if problem.qo_indptr is not None:
             bounds, rows = problem.qo_indptr.tolist(), problem.q.shape[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,24 +13,16 @@ IMMUTABLE = (numbers.Number, str, torch.dtype, type(None))
 CACHE_SIZE = 256  # results: more than the layers of a model have
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
-class Once(Protocol[T_co]):
-    """A function whose results `kept` keeps."""
-
-    kept: functools._lru_cache_wrapper[Any]
-
-    def __call__(self, *arguments: Any) -> T_co: ...
-
-
-def once(trusted: int = 0) -> Callable[[Callable[..., T]], Once[T]]:
+def once(trusted: int = 0) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Decorate a pure function of positional arguments, the first `trusted` of which do not come from the user, to be
     computed once for equal arguments of equal types: 1, 1.0 and True are equal, but no option takes all three. Errors
-    are not kept, nor results of arguments that have no hash, may change their value or are large.
+    are not kept, nor results of arguments that have no hash, may change their value or are large. The memo is `kept` of
+    the result.
     """
 
-    def decorated(check: Callable[..., T]) -> Once[T]:
+    def decorated(check: Callable[..., T]) -> Callable[..., T]:
         @functools.lru_cache(CACHE_SIZE, typed=True)
         def kept(*arguments: Any) -> T:
             if not all(isinstance(argument, IMMUTABLE) for argument in arguments[trusted:]):
@@ -45,7 +37,7 @@ def once(trusted: int = 0) -> Callable[[Callable[..., T]], Once[T]]:
                 pass
             return check(*arguments)
 
-        checked.kept = kept  # type: ignore[attr-defined]
-        return cast("Once[T]", checked)
+        checked.__dict__["kept"] = kept
+        return checked
 
     return decorated

@@ -182,19 +182,13 @@ def check_block_scales(scales: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[t
 
 
 def _block_scale(name: str, value: Any, cache: torch.Tensor) -> torch.Tensor:
-    expected, meaning = (
-        (*cache.shape[:-1], 2 * cache.shape[-1] // NVFP4_BLOCK),
-        "[..., head_dim / 16], the leading axes of k and v,",
-    )
+    expected = *cache.shape[:-1], 2 * cache.shape[-1] // NVFP4_BLOCK
+    meaning = "[..., head_dim / 16], the leading axes of k and v,"
     value = checks.operand(name, value, BLOCK_SCALE_DTYPES, expected, meaning, cache.device)
     if value.stride(-1) != 1 and value.shape[-1] > 1:
         raise ArgumentError(f"{name}: its innermost stride must be 1, got strides {value.stride()}")
-    grouped = value.device.type in KERNEL_DEVICES and value.shape[-1] % SCALES_ALIGNMENT == 0
-    if grouped and not aligned(value, SCALES_ALIGNMENT):
-        raise ArgumentError(
-            f"{name} must start at a multiple of {SCALES_ALIGNMENT} bytes and have strides that are multiples of it, "
-            f"got address % {SCALES_ALIGNMENT} = {value.data_ptr() % SCALES_ALIGNMENT} and strides {value.stride()}"
-        )
+    if value.shape[-1] % SCALES_ALIGNMENT == 0:
+        _check_alignment(name, value, SCALES_ALIGNMENT)
     return value.view(torch.float8_e4m3fn)
 
 
@@ -212,7 +206,7 @@ def check_head_scales(
         torch.ones(count, dtype=torch.float32, device=features.device)
         if value is None
         else per_head(name, value, count, features.device)
-        for name, value, count in zip(("scale_q", "scale_k", "scale_v"), scales, counts, strict=True)
+        for name, value, count in zip(HEAD_SCALES, scales, counts, strict=True)
     )
     return scale_q, scale_k, scale_v
 

@@ -357,11 +357,9 @@ def size_of(lengths: BatchLengths, limits: BatchLimits) -> Size:
 
 def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
     """Returns an upper bound of the query tokens of any request, the same for all plans of a captured launch."""
-    if limits.max_qo_len is not None:
-        return limits.max_qo_len
-    if limits.graph:
-        return limits.graph.max_rows
-    return lengths.longest_qo
+    if limits.graph is None:
+        return lengths.longest_qo
+    return limits.graph.max_rows if limits.max_qo_len is None else limits.max_qo_len
 
 
 # --- launches of a fixed size (CUDA graphs) --------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError
 from cute_attn.ops import declare
 from cute_attn.problem import BatchPlan
 from cute_attn.request import batch_plan, batch_run, caches, checks
+from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.request.settings import KV_LAYOUTS
 from cute_attn.wrappers import calls, engine_attributes
 from cute_attn.wrappers.engine_attributes import EngineHooks, IndexCopy
@@ -43,6 +43,23 @@ FORWARD_OPTIONS = frozenset(
     ("causal", "pos_encoding_mode", "window_left", "logits_soft_cap", "sm_scale", "rope_scale", "rope_theta")
 )
 FP16_HINTS = "use_fp16_qk_reduction", "allow_fp16_qk_reduction"
+OLDER_FORM = """
+
+The options of `plan` below replace the planned ones, given or by default, for this run and those after it: after
+`plan(causal=True)`, `forward(q, cache)` is not causal. Where they differ, the batch is scheduled again.
+
+Parameters
+----------
+{parameters}
+
+Returns
+-------
+What `run` returns: out, or the pair (out, lse).
+
+Raises
+------
+NotPlannedError (no plan yet), and the errors of `plan` and `run`.
+"""
 
 
 def makes_plan(request_of: Callable[P, PlanRequest]) -> Callable[P, None]:
@@ -61,6 +78,19 @@ def makes_plan(request_of: Callable[P, PlanRequest]) -> Callable[P, None]:
     plan.__dict__["request_of"] = request_of
     plan.__dict__["__signature__"] = inspect.signature(request_of).replace(return_annotation=None)
     return cast("Callable[P, None]", plan)
+
+
+def older_form(forward: Callable[P, Result]) -> Callable[P, Result]:
+    """Decorate FlashInfer's older form of `run`: its docstring goes on with what all of them do."""
+    texts = dict.fromkeys(FORWARD_OPTIONS, "options of `plan`, with the same defaults.")
+    texts |= dict.fromkeys(FP16_HINTS, "a hint; scores are always accumulated in fp32.")
+    named: dict[str, list[str]] = {}
+    for name in inspect.signature(forward).parameters:
+        if name != "self":
+            named.setdefault(texts.get(name, "as for `run`."), []).append(name)
+    parameters = "\n".join(f"{', '.join(names)} : {text}" for text, names in named.items())
+    forward.__doc__ = f"{forward.__doc__}{OLDER_FORM.format(parameters=parameters)}"
+    return forward
 
 
 def kept_options(wrapper: Any, made_by: type[BatchWrapper]) -> dict[str, Any]:
@@ -126,7 +156,7 @@ class BatchWrapper(EngineHooks, EndsForward):
         with self._lock:
             lengths = engine_attributes.written_lengths(plan.request, self._copies, self.device)
             if lengths is not None:
-                base = make_plan(self._place, plan.base.request._replace(lengths=lengths), plan)
+                base = make_plan(self._place, plan.base.request.with_lengths(lengths), plan)
                 plan = base.with_options(**plan.overrides)
                 self._keep(plan)
                 self._copies = {name: IndexCopy.of(tensor) for name, (tensor, _) in self._copies.items()}
@@ -222,12 +252,15 @@ class BatchWrapper(EngineHooks, EndsForward):
         plan = self._in_force()
         if plan.is_open:
             return self._first_run(arguments, self._run_with_lse, lse_base, lse_layout)
-        form = batch_run.lse_form(self._scheduled(plan), arguments, lse_base, lse_layout)
-        if form is None:
+        factor, transposed = batch_run.lse_form(self._scheduled(plan), arguments, lse_base, lse_layout)
+        if factor == 1 and not transposed:
             return self._run(arguments)
         buffer = arguments.lse
-        out, lse = self._run(arguments._replace(lse=None if form.transposed else buffer, return_lse=True))
-        lse = form.convert(lse, buffer)
+        out, lse = self._run(arguments._replace(lse=None if transposed else buffer, return_lse=True))
+        if transposed:
+            lse = torch.mul(lse.t(), factor, out=lse.new_empty(lse.shape[::-1]) if buffer is None else buffer)
+        else:
+            lse.mul_(factor)
         return (out, lse) if arguments.return_lse else out
 
     def _first_run(self, arguments: RunArguments, run: Callable[..., Result], *options: Any) -> Result:

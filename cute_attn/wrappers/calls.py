@@ -30,13 +30,8 @@ from cute_attn.runtime.staging import is_capturing
 CACHE_SIZE = 512  # calls: prompts of any length must not fill memory
 NO_HEADS = None, None, None
 PLAIN_TYPES = frozenset((float, int, bool, type(None)))  # options that hash by value
-NOT_TENSORS = (
-    AttributeError,
-    IndexError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)  # what keys of other arguments raise, and sparse ones
+# What keys of arguments that are no tensors raise, and sparse ones.
+NOT_TENSORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 V_SCALE, SINKS, K_SCALES = map(ROLES.index, ("v_scale_ptr", "sinks", "k_scales"))
 
 # The tensors of a call as the user gave them, or None: q, k, v (k itself, where one tensor holds keys and values), out,

@@ -9,11 +9,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, checks, plan_arguments, positional
+from cute_attn.request import batch_plan, checks, positional
+from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
-from cute_attn.request.plan_arguments import PlanRequest
-from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan
+from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan, older_form
 from cute_attn.wrappers.plan_request import lengths_of
 from cute_attn.wrappers.signatures import with_return_lse
 
@@ -132,17 +132,17 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         ------
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in force.
         """
-        given = plan_arguments.decode(
+        given = batch_plan.decode_arguments(
             page_size, non_blocking, window_right, q_len_per_req, is_causal, fixed_split_size, disable_split_kv,
             data_type, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type, o_data_type,
             pos_encoding_mode, False, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
         )  # fmt: skip
         pages = indptr, indices, last_page_len, given.page_size
-        lengths = lengths_of(self._place, IndexArrays(NAMES, None, *pages, given.q_len))
+        lengths = lengths_of(self._place, IndexArrays(NAMES, None, *pages, given.max_qo_len))
         batch_plan.repeated_lengths(lengths, seq_lens)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
-        return PlanRequest(given.options, lengths, batch_plan.NO_MASK, given.splits, given.page_size)
+        return PlanRequest(*given[:6], lengths)  # faster than `_replace`
 
     begin_forward = plan
 
@@ -211,6 +211,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
     run_return_lse = with_return_lse(run)
 
     @declare.operator("paged_decode_forward", fakes.attention, mutates=(), is_method=True)
+    @older_form
     def forward(
         self,
         q: torch.Tensor,
@@ -227,25 +228,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         *,
         return_lse: bool = False,
     ) -> Result:
-        """Run with other options than the planned ones: FlashInfer's older form of `run`.
-
-        As `BatchPrefillWithPagedKVCacheWrapper.forward`.
-
-        Parameters
-        ----------
-        q, paged_kv_cache, q_scale, k_scale, v_scale : arguments of `run`.
-        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`, with the
-            same defaults.
-        return_lse : return `(out, lse)`. `forward_return_lse` is `forward` with True as the default.
-
-        Returns
-        -------
-        What `run` returns: out, or the pair (out, lse).
-
-        Raises
-        ------
-        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
-        """
+        """Run with other options than the planned ones: FlashInfer's older form of `run`."""
         if is_dynamo_compiling():
             return trace.operator("paged_decode_forward")(locals())
         return self._forward(locals())

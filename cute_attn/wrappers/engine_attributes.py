@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from cute_attn.errors import NotPlannedError, RuntimeArgumentError
-from cute_attn.problem import BatchLengths, BatchPlan
+from cute_attn.problem import BatchLengths
 from cute_attn.request import checks
+from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.request.index_arrays import IndexArrays, int32
-from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.runtime import capture
 from cute_attn.runtime.staging import is_capturing
 from cute_attn.wrappers.graph import KINDS, MASK, MASK_OFFSETS
 from cute_attn.wrappers.plan import Plan
-from cute_attn.wrappers.plan_request import Place
 
 T = TypeVar("T")
 
@@ -38,31 +37,22 @@ class IndexCopy(NamedTuple):
         return cls(tensor, tensor._version)
 
 
-class Wrapper(Protocol):
-    """What the attributes are made of."""
-
-    _place: Place
-    _plan: Plan | None
-    _copies: dict[str, IndexCopy]
-
-    def _planned(self) -> BatchPlan: ...
+# ---- readers, each of a `BatchWrapper`
 
 
-# ---- readers
-
-
-def _plan(wrapper: Wrapper) -> Plan:
-    if wrapper._plan is None:  # an AttributeError: hasattr() is False
+def _plan(wrapper: Any) -> Plan:
+    plan: Plan | None = wrapper._plan
+    if plan is None:  # an AttributeError: hasattr() is False
         raise NotPlannedError(f"{type(wrapper).__name__} has no plan yet")
-    return wrapper._plan
+    return plan
 
 
-def _of_plan(path: str) -> Callable[[Wrapper], Any]:
+def _of_plan(path: str) -> Callable[[Any], Any]:
     read = operator.attrgetter(path)
     return lambda wrapper: read(_plan(wrapper))
 
 
-def _staged(wrapper: Wrapper, name: str) -> torch.Tensor:
+def _staged(wrapper: Any, name: str) -> torch.Tensor:
     """Return memory of the schedule as bytes."""
     if wrapper._plan is None:
         return torch.empty(0, dtype=torch.uint8, device=wrapper._place.device)
@@ -70,10 +60,10 @@ def _staged(wrapper: Wrapper, name: str) -> torch.Tensor:
     return memory.view(torch.uint8)
 
 
-def _held(what: str, of_plan: Callable[[PlanRequest], torch.Tensor | None]) -> Callable[[Wrapper], torch.Tensor | None]:
+def _held(what: str, of_plan: Callable[[PlanRequest], torch.Tensor | None]) -> Callable[[Any], torch.Tensor | None]:
     """Return a reader of the caller's buffer with CUDA graphs, else of what the plan has. None without either."""
 
-    def read(wrapper: Wrapper) -> torch.Tensor | None:
+    def read(wrapper: Any) -> torch.Tensor | None:
         graph, plan = wrapper._place.graph, wrapper._plan
         if graph is not None:
             return graph.holding.get(what)
@@ -82,21 +72,15 @@ def _held(what: str, of_plan: Callable[[PlanRequest], torch.Tensor | None]) -> C
     return read
 
 
-def _mask_offsets(request: PlanRequest) -> torch.Tensor | None:
-    """Return the byte offsets of packed masks, in a new copy."""
-    mask = request.mask
-    return None if mask.packed is None else _on_device(mask.offsets, mask.packed.device)
-
-
 QUERIES = "_qo_indptr_buf"
 RAGGED = (QUERIES, "_kv_indptr_buf")
 PAGED = (QUERIES, "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf")
 
 
-def _lengths(name: str) -> Callable[[Wrapper], torch.Tensor | None]:
+def _lengths(name: str) -> Callable[[Any], torch.Tensor | None]:
     what = KINDS[name[1:]].holds
 
-    def read(wrapper: Wrapper) -> torch.Tensor | None:
+    def read(wrapper: Any) -> torch.Tensor | None:
         place, plan = wrapper._place, wrapper._plan
         if name not in (PAGED if place.kv_source == "paged" else RAGGED):
             return None
@@ -120,7 +104,7 @@ OPTIONS = (
     *("num_qo_heads", "num_kv_heads", "causal", "window_left", "sm_scale"),
     *("pos_encoding_mode", "rope_scale", "rope_theta"),
 )
-ATTRIBUTES: dict[str, Callable[[Wrapper], Any]] = {
+ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # options, as `plan` or the latest `forward` got them
     **{f"_{name}": _of_plan(f"request.options.{name}") for name in OPTIONS},
     "_logits_soft_cap": lambda wrapper: _plan(wrapper).request.options.logits_soft_cap or 0.0,
@@ -143,7 +127,9 @@ ATTRIBUTES: dict[str, Callable[[Wrapper], Any]] = {
     "_int_workspace_buffer": lambda wrapper: _staged(wrapper, "memory"),
     "_pin_memory_int_workspace_buffer": lambda wrapper: _staged(wrapper, "host_memory"),
     "_custom_mask_buf": _held(MASK, lambda request: request.mask.packed),
-    "_mask_indptr_buf": _held(MASK_OFFSETS, _mask_offsets),
+    "_mask_indptr_buf": _held(
+        MASK_OFFSETS, lambda r: None if r.mask.packed is None else _on_device(r.mask.offsets, r.mask.packed.device)
+    ),
     # index buffers; None for those that wrappers of a kind do not have
     **{name: _lengths(name) for name in (*RAGGED, *PAGED[1:])},
     "_paged_kv_indices_buf": _held("kv_indices", lambda request: request.lengths.kv_indices),

@@ -10,10 +10,9 @@ import torch
 
 from cute_attn.errors import ArgumentError, RuntimeArgumentError
 from cute_attn.problem import BatchLengths, DeviceLengths, Features, GraphLimits, Lengths, Settings
-from cute_attn.request import batch_plan, caches, checks
-from cute_attn.request.batch_plan import Mask, Splits
+from cute_attn.request import caches, checks
+from cute_attn.request.batch_plan import Mask, PlanRequest, Splits
 from cute_attn.request.index_arrays import copied_at_once, int32
-from cute_attn.request.plan_arguments import PlanRequest
 from cute_attn.request.settings import MAX_INDEX
 from cute_attn.runtime.staging import Staging, is_capturing
 
@@ -74,7 +73,11 @@ class GraphBuffers:
 
     def _add(self, name: str, kind: Kind, value: Any, workspace: torch.Tensor) -> None:
         """Check a buffer beside those before it."""
-        buffer = batch_plan.graph_buffer(name, value, kind.dtype, workspace.device)
+        if not isinstance(value, torch.Tensor):
+            raise checks.wrong(f"{name} must be a torch.Tensor with use_cuda_graph=True", value)
+        device = workspace.device, "the workspace's device"
+        buffer = checks.operand(name, value, (kind.dtype,), (None,), "[n]", *device)
+        checks.contiguous(name, buffer)
         if kind.more is not None:
             if not self.buffers:
                 self.batch_size = buffer.numel() - kind.more

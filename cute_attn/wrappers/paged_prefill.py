@@ -13,9 +13,9 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, positional, sink_variant
+from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.request.plan_arguments import PlanRequest
-from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan
+from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan, older_form
 from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
@@ -300,6 +300,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
     run_return_lse = with_return_lse(run)
 
     @declare.operator("paged_prefill_forward", fakes.attention, mutates=(), is_method=True)
+    @older_form
     def forward(
         self,
         q: torch.Tensor,
@@ -318,29 +319,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         return_lse: bool = False,
         allow_fp16_qk_reduction: bool | None = None,
     ) -> Result:
-        """Run with other options than the planned ones: FlashInfer's older form of `run`.
-
-        The options below replace the planned ones, given or by default, for this run and those after it: after
-        `plan(causal=True)`, `forward(q, cache)` is not causal. Where they differ, the batch is scheduled again.
-
-        Parameters
-        ----------
-        q, paged_kv_cache : the tensors of `run`.
-        causal : default False.
-        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`, with the
-            same defaults.
-        use_fp16_qk_reduction, allow_fp16_qk_reduction (its older name) : a hint; scores are always accumulated in fp32.
-        k_scale, v_scale : factors of k and v, default 1: numbers, or one-element tensors.
-        return_lse : return `(out, lse)`. `forward_return_lse` is `forward` with True as the default.
-
-        Returns
-        -------
-        What `run` returns: out, or the pair (out, lse).
-
-        Raises
-        ------
-        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
-        """
+        """Run with other options than the planned ones: FlashInfer's older form of `run`."""
         if is_dynamo_compiling():
             return trace.operator("paged_prefill_forward")(locals())
         return self._forward(locals())

@@ -34,7 +34,7 @@ from cute_attn.problem import (
     Settings,
 )
 from cute_attn.request import batch_plan, caches, checks
-from cute_attn.request.plan_arguments import PlanRequest
+from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import Staging, is_capturing
 from cute_attn.wrappers.graph import Copies, GraphInvariants
@@ -208,12 +208,6 @@ class Plan:
             load=load if features is None else None,
         )
 
-    def workspace(self) -> tuple[int, int]:
-        """Return the bytes that a schedule would use of an unlimited workspace, and the bytes of its records."""
-        lengths = self.request.lengths.host
-        batch = self._on_backend(lengths)
-        return backends.workspace(batch.backend, self.settings, lengths, batch.limits)
-
 
 # ---- plans of requests
 
@@ -242,10 +236,12 @@ def make_plan(place: Place, request: PlanRequest, before: Plan | None) -> Plan:
 
 
 def measure(place: Place, request: PlanRequest, before: Plan | None) -> tuple[int, int]:
-    """Return `workspace` of the plan of a request."""
-    request = request._replace(lengths=request.lengths.host)
+    """Return the bytes that the schedule of a request would use of an unlimited workspace, and those of its records."""
+    lengths = request.lengths.host
+    request = request._replace(lengths=lengths)
     settings, fixed = _checked(place, request, before)
-    return _following(place, request, settings, fixed, before).workspace()
+    batch = _following(place, request, settings, fixed, before)._on_backend(lengths)
+    return backends.workspace(batch.backend, settings, lengths, batch.limits)
 
 
 def _checked(
@@ -262,7 +258,7 @@ def _checked(
 
 def _settings(place: Place, request: PlanRequest) -> Settings:
     """Return the settings that the options of a request decide. Raises what is wrong with them."""
-    lengths, splits = request.lengths, request.splits
+    splits = request.splits
     return batch_plan.plan_settings(
         request.options,
         place.kv_layout,
@@ -270,9 +266,9 @@ def _settings(place: Place, request: PlanRequest) -> Settings:
         device=place.device,
         kv_source=place.kv_source,
         custom_mask=request.mask.packed is not None,
-        decode=request.newest or lengths.q_len is not None,
+        decode=request.newest,
         own_splits=splits.fixed_split_size is not None or splits.disable_split_kv,
-        multi_item=lengths.key_bounds is not None,
+        multi_item=request.lengths.key_bounds is not None,
         key_ranges=place.key_ranges,
     )
 

@@ -16,10 +16,9 @@ import torch
 
 from cute_attn.dispatch import select
 from cute_attn.problem import Lengths
-from cute_attn.request import batch_plan, checks, multi_item, plan_arguments, positional
-from cute_attn.request.batch_plan import Mask, PlanOptions
+from cute_attn.request import batch_plan, checks, multi_item, positional
+from cute_attn.request.batch_plan import PlanOptions, PlanRequest
 from cute_attn.request.index_arrays import IndexArrays
-from cute_attn.request.plan_arguments import PlanArguments, PlanRequest
 from cute_attn.request.sink_variant import SinkVariant
 from cute_attn.runtime import switches
 from cute_attn.wrappers.graph import GraphBuffers
@@ -88,7 +87,7 @@ def prefill_request(
     """Check the arguments of a prefill `plan`, by name, and return the request. `names`: the index arrays. `sinks`: the
     wrapper's variant.
     """
-    given = plan_arguments.prefill(arguments.get("page_size", 1), *OPTIONS(arguments))
+    given = batch_plan.prefill_arguments(arguments.get("page_size", 1), *OPTIONS(arguments))
     host_only, index = HOST_ONLY(arguments), [arguments[name] for name in names]
     if place.kv_source == "paged":
         index.append(given.page_size)
@@ -104,23 +103,11 @@ def prefill_request(
     lengths = multi_item.bound_keys(ITEMS(arguments), lengths, mask)
     if uniform_q_len is not None:
         uniform_q_len = checks.integer("uniform_q_len", uniform_q_len)
-    graphs = place.graph is not None
+    graphs, options = place.graph is not None, given.options
     most = batch_plan.uniform_q_len(uniform_q_len, lengths) if graphs else lengths.longest_qo
-    paged = place.kv_source == "paged" and not place.key_ranges
-    bound = _newest_bound(given, lengths, mask, most) if paged and most else 0
-    if not graphs:
-        most = bound or None
-    return PlanRequest(given.options, lengths, mask, given.splits, given.page_size, most, bound > 0)
-
-
-def _newest_bound(given: PlanArguments, lengths: Lengths, mask: Mask, most_qo_len: int) -> int:
-    """Return `select.newest_bound` of a batch; 0 also where results must not depend on other requests."""
-    options, splits = given.options, given.splits
-    num_qo_heads, num_kv_heads, causal = options.num_qo_heads, options.num_kv_heads, options.causal
-    if not (type(num_qo_heads) is type(num_kv_heads) is int and type(causal) is bool):
-        return 0  # refused by name, later
-    if mask.packed is not None or lengths.key_bounds is not None:
-        return 0
-    if splits.fixed_split_size is not None or splits.disable_split_kv:
-        return 0
-    return select.newest_bound(most_qo_len, (num_qo_heads, num_kv_heads), causal)
+    heads, causal, bound = (options.num_qo_heads, options.num_kv_heads), options.causal, 0
+    band = lengths.key_bounds is None and mask.packed is None and not place.key_ranges
+    checked = type(heads[0]) is type(heads[1]) is int and type(causal) is bool  # others are refused by name, later
+    if most and place.kv_source == "paged" and band and checked and not any(given.splits):  # splits of their own
+        bound = select.newest_bound(most, heads, causal, place.backend)
+    return PlanRequest(*given[:3], most if graphs else bound or None, bound > 0, None, lengths, mask)

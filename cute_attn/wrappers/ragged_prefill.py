@@ -12,9 +12,9 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_run, checks, positional, sink_variant
+from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.request.plan_arguments import PlanRequest
-from cute_attn.wrappers.base import BatchWrapper, DType, Result, Scale, makes_plan
+from cute_attn.wrappers.base import BatchWrapper, DType, Result, Scale, makes_plan, older_form
 from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
 
@@ -198,6 +198,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
     run_return_lse = with_return_lse(run)
 
     @declare.operator("ragged_prefill_forward", fakes.attention, mutates=(), is_method=True)
+    @older_form
     def forward(
         self,
         q: torch.Tensor,
@@ -215,26 +216,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         return_lse: bool = False,
         allow_fp16_qk_reduction: bool | None = None,
     ) -> Result:
-        """Run with other options than the planned ones: FlashInfer's older form of `run`.
-
-        As `BatchPrefillWithPagedKVCacheWrapper.forward`.
-
-        Parameters
-        ----------
-        q, k, v : the tensors of `run`.
-        causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
-            rope_theta : options of `plan`, with the same defaults.
-        allow_fp16_qk_reduction : the older name of `use_fp16_qk_reduction`.
-        return_lse : return `(out, lse)`. `forward_return_lse` is `forward` with True as the default.
-
-        Returns
-        -------
-        What `run` returns: out, or the pair (out, lse).
-
-        Raises
-        ------
-        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
-        """
+        """Run with other options than the planned ones: FlashInfer's older form of `run`."""
         if is_dynamo_compiling():
             return trace.operator("ragged_prefill_forward")(locals())
         return self._forward(locals())

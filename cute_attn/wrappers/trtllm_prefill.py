@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -325,38 +326,17 @@ def trtllm_ragged_attention_deepseek(
 # ---- arguments
 
 
-class Call(NamedTuple):
-    """Arguments that all these functions have, under the names of `trtllm_batch_context_with_kv_cache`. Pages of keys
-    are views of layout "NHD".
-    """
-
-    workspace_buffer: Any
-    query: Any
-    keys: Keys
-    cum_seq_lens_q: Any
-    seq_lens: Any
-    cum_seq_lens_kv: Any
-    batch_size: Any
-    max_q_len: Any
-    max_kv_len: Any
-    bmm1_scale: Any
-    bmm2_scale: Any
-    out: Any
-    sinks: Any
-    backend: str
-    causal: bool
-    window_left: Any
-    block_tables: Any = None
-    out_dtype: Any = None
-    logits_soft_cap: float = 0.0
-    pos_encoding_mode: str = "NONE"
-    chunk: int = 0  # > 0: a token sees no key before the multiple of it at or before its own position
-    lse: Any = None
-    return_lse: bool = False
-    enable_pdl: Any = None
-    names: Mapping[str, str] = {}  # of arguments that a function calls otherwise
-
-
+# Arguments that some of these functions lack, under the names of `trtllm_batch_context_with_kv_cache`. `chunk` > 0: a
+# token sees no key before the multiple of it at or before its own position. `names`: of arguments that a function calls
+# otherwise.
+NOT_GIVEN: dict[str, Any] = {
+    **dict.fromkeys(("block_tables", "out_dtype", "lse", "enable_pdl")),
+    "logits_soft_cap": 0.0,
+    "pos_encoding_mode": "NONE",
+    "chunk": 0,
+    "return_lse": False,
+    "names": {},
+}
 ARRAYS = ("cum_seq_lens_q", "seq_lens", "cum_seq_lens_kv", "block_tables")
 SIZES = ("batch_size", "max_q_len", "max_kv_len")
 WRAPPER_NAMES = {
@@ -452,13 +432,15 @@ def _encoding(pos_encoding_mode: Any, causal: bool) -> str:
 
 
 def _run(arguments: Mapping[str, Any], **others: Any) -> Any:
-    """Check and run a call with these fields of a `Call`, `others` first. Errors have the caller's names."""
-    call = Call(**{name: arguments[name] for name in Call._fields if name in arguments} | others)
+    """Check and run a call with these arguments by name, `others` first, and `keys`, whose pages are views of layout
+    "NHD". Errors have the caller's names.
+    """
+    call = SimpleNamespace(**{**NOT_GIVEN, **arguments, **others})
     with checks.renamed({**WRAPPER_NAMES, **call.names}):
         return _checked(call)
 
 
-def _checked(call: Call) -> Any:
+def _checked(call: SimpleNamespace) -> Any:
     query, keys = call.query, call.keys
     given, sizes = ({name: getattr(call, name) for name in names} for names in (ARRAYS, SIZES))
     checks.shape("query", query, (None, None, None), "[num_tokens, num_qo_heads, head_dim]")
@@ -502,7 +484,7 @@ def _checked(call: Call) -> Any:
     return (out, made_lse if lse is None else lse) if call.return_lse else out
 
 
-def _outputs(call: Call, rows: int, options: PlanOptions) -> tuple[Any, Any]:
+def _outputs(call: SimpleNamespace, rows: int, options: PlanOptions) -> tuple[Any, Any]:
     """Return out and lse with all rows of query where some belong to no request: these are 0 (lse: -inf) if new."""
     query, out, lse = call.query, call.out, call.lse
     if rows == query.shape[0]:

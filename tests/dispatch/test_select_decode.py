@@ -213,3 +213,4 @@ def test_bounds_of_newest_tokens(most: int, heads: tuple[int, int], bound: int) 
     """Those with equally many blocks of rows have one, so that their plans follow one another."""
     assert select.newest_bound(most, heads, causal=True) == bound
     assert select.newest_bound(most, heads, causal=False) == (bound if most == 1 else 0)
+    assert [select.newest_bound(n, (4, 1), True, "xqa") for n in (8, 9, 16, 17)] == [8, 12, 16, 0]

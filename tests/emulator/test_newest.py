@@ -60,6 +60,14 @@ def test_taken(batch: BatchCase, schedule: str) -> None:
     assert kernels_of(batch, schedule) == {"xqa"}
 
 
+def test_a_plan_that_names_xqa_may_have_more_rows() -> None:
+    """Up to 64 for each kv head, in several blocks."""
+    batch = dataclasses.replace(DRAFTS, qo_lens=(4, 16, 9), kv_lens=(20, 33, 12), num_qo_heads=8, num_kv_heads=2)
+    with using("sm_90a", kernels="xqa", sms=2) as emulation:
+        Solver(batch, backend="emulator").assert_right()
+    assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {"xqa"}
+
+
 @pytest.mark.parametrize("batch", LEFT.values(), ids=LEFT)
 def test_left_to_kernels_of_prefill(batch: BatchCase) -> None:
     assert kernels_of(batch) <= {"fa2", "fa3"}
@@ -119,3 +127,15 @@ def test_forward_over_all_keys() -> None:
     with using("sm_90a", sms=2):
         planned, inputs = right.planned(DRAFTS, backend="emulator")
         assert_right(unmasked, make(unmasked), *planned.forward(inputs.q, *inputs.kv, return_lse=True))
+
+
+def test_lengths_written_after_a_plan() -> None:
+    """More query tokens of a request than the plan was made for are left to kernels of prefill."""
+    longer = dataclasses.replace(DRAFTS, qo_lens=(4, 9, 4))
+    inputs = make(longer)
+    with using("sm_90a", sms=2) as emulation:
+        planned = batch_case.wrapper(DRAFTS, backend="emulator")
+        planned.plan(**batch_case.plan_arguments(longer, inputs) | {"qo_indptr": make(DRAFTS).qo_indptr})
+        planned._qo_indptr_buf.copy_(inputs.qo_indptr)
+        assert_right(longer, inputs, *batch_case.call(longer, inputs, planned))
+    assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {"fa2"}

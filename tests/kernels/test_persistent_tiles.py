@@ -54,6 +54,8 @@ def test_where_pages_come_from(tiles: Any, head_dims: tuple[int, int]) -> None:
     sources = {size: tiles.page_source(head_dims, size) for size in (1, 3, 5, 8, 63, 100, 64, 128, 192)}
     assert [sources[size] for size in (64, 128, 192)] == ["paged"] * 3
     assert [sources[size] for size in (1, 3, 5, 8, 63, 100)] == ["gathered"] * 6
+    sources = {size: tiles.page_source((128, 128), size, "fp8_kv") for size in (1, 4, 8, 64)}
+    assert list(sources.values()) == ["gathered", "gathered", "paged", "paged"]
     choose = functools.partial(tiles.choose, *([] if tiles is fa3_tiles else ["sm_100a"]))
     assert choose(TileProblem(head_dims, "paged")).cols % PAGE_ALIGNED == 0
     if tiles is fa3_tiles:

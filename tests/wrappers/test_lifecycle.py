@@ -273,7 +273,7 @@ def test_cuda_graph_decode_wrapper() -> None:
 def test_what_only_a_run_knows_moves_the_plan(case: BatchCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replans on a backend that supports it, if "auto" chose; later runs are right too."""
     narrow = capabilities.Backend("reference", "a stand-in that refuses sinks", ("cpu",), None)
-    original, checked = select.reasons_against, []
+    original, checked = select.reasons_against, []  # sinks, and a stride of 0
 
     def reasons(backend: capabilities.Backend, features: Features, arch: Any) -> list[Refusal]:
         if backend is narrow and features.sinks:
@@ -281,7 +281,7 @@ def test_what_only_a_run_knows_moves_the_plan(case: BatchCase, monkeypatch: pyte
         return original(backend, features, arch)
 
     def chosen(features: Features, name: str, load: capabilities.Load) -> capabilities.Backend:
-        checked.append(features.sinks)
+        checked.append((features.sinks, features.expanded))
         return capabilities.BY_NAME["reference"] if features.sinks and name == "auto" else narrow
 
     monkeypatch.setattr(select, "reasons_against", reasons)
@@ -291,7 +291,10 @@ def test_what_only_a_run_knows_moves_the_plan(case: BatchCase, monkeypatch: pyte
     made.plan(**plan_arguments(case, inputs))
     for now in (case, with_sinks, case, with_sinks):
         run(now, inputs if now.sinks else dataclasses.replace(inputs, sinks=None), made)
-    assert checked == [False, True]
+    assert checked == [(False, False), (True, False)]
+    made.plan(**plan_arguments(case, inputs))
+    call(with_sinks, dataclasses.replace(inputs, q=inputs.q[:, :1].expand(-1, case.num_qo_heads, -1)), made)
+    assert checked[-1] == (True, True)
     named = wrapper(case, backend="reference")
     named.plan(**plan_arguments(case, inputs))
     with pytest.raises(NotSupported, match="narrow refuses attention sinks"):

@@ -189,9 +189,7 @@ def test_a_predicted_variant_may_not_refuse_another_plan() -> None:
     made, inputs = planned(PAGED)
     made.forward(inputs.q, *inputs.kv, pos_encoding_mode="ALIBI")
     other = dataclasses.replace(PAGED, page_size=8)
-    plan_case(other, made)
-    inputs = make(other)
-    run(other, inputs, made)
+    run(other, plan_case(other, made), made)
 
 
 def test_workspace_size_makes_no_plan_though_plan_is_replaced() -> None:
