@@ -13,7 +13,8 @@ class Program(Protocol):
     """Kernel ready to be traced, as a `ProgramOf` builds it from a spec.
 
     `params` is the NamedTuple class of kernel parameters: field order is parameter order, each field one
-    scalar (`Int32`, `Int64`, `Float32`, `Float64` of cutlass). Pointers are passed as `Int64` addresses.
+    scalar (`Int32`, `Int64`, `Float32`, `Float64` of cutlass), or a NamedTuple of several. Pointers are passed as
+    `Int64` addresses.
     `kernel` is the `@cute.kernel` method: the compile step names it after `KernelSpec.symbol`. A program that
     launches clusters also has `cluster`, their dimensions in CTAs.
     """

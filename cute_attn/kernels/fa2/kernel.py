@@ -76,13 +76,9 @@ class Fa2Params(NamedTuple):
     o_stride_h: Int64
     qo_len: Int32
     kv_len: Int32
-    group: Int32
-    group_multiplier: Int32
-    group_shift: Int32
+    group: Divisor
     num_qo_heads: Int32
-    num_kv_heads: Int32
-    kv_heads_multiplier: Int32
-    kv_heads_shift: Int32
+    num_kv_heads: Divisor
     right: Int32
     left: Int32
     full_tiles: Int32  # -1; 0: all kv tiles count as masked
@@ -102,9 +98,7 @@ class Fa2Params(NamedTuple):
     kv_indices: Int64
     k_stride_page: Int64
     v_stride_page: Int64
-    page_size: Int32
-    page_multiplier: Int32
-    page_shift: Int32
+    page_size: Divisor
     # kv_dtype "nvfp4"
     k_scales: Int64
     v_scales: Int64
@@ -236,9 +230,8 @@ class Fa2Program(AttentionProgram):
         v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, p.v_stride_page, chunks(memory.v_bytes), memory.v_pitch)
         scales = self.make_scales(p, work_tile)
         if spec.kv == "paged":
-            page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
             kv_end, first_page = work_tile.kv_end, work_tile.kv_start
-            return PagedKV(memory, team, k, v, scales, kv_end, p.kv_indices, first_page, page_size)
+            return PagedKV(memory, team, k, v, scales, kv_end, p.kv_indices, first_page, p.page_size)
         return DenseKV(memory, team, k.moved(work_tile.kv_start), v.moved(work_tile.kv_start), scales, work_tile.kv_end)
 
     def make_scales(self, p: Fa2Params, work_tile: WorkTile) -> NoScales | ScaleRows:
@@ -306,7 +299,7 @@ class Fa2Program(AttentionProgram):
         return lambda: FinalEpilogue.of(p), PartialEpilogue
 
     def partial_row(self, p: Fa2Params, work: WorkTile) -> Int64:
-        slot = Int64(work.partial) * Int64(p.num_kv_heads) + Int64(work.kv_head)
+        slot = Int64(work.partial) * Int64(p.num_kv_heads.value) + Int64(work.kv_head)
         return slot * Int64(self.spec.tile.rows)
 
     @property

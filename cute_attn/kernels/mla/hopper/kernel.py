@@ -127,7 +127,7 @@ class HopperMlaProgram(LatentProgram):
         place = mma.place
         columns = Int64(place.warpgroup * (place.dims * 2))
         lse = ptx.select(place.warpgroup == 0, p.lse, Int64(0))
-        target = Target(self.spec.out_dtype, p.o + columns, p.o_stride_n, p.o_stride_h, lse, p.group)
+        target = Target(self.spec.out_dtype, p.o + columns, p.o_stride_n, p.o_stride_h, lse, p.group.value)
         first = place.quad_lane == 0  # the store sums over the lanes of a quad
         total = [ptx.select(first, x, Float32(0.0)) for x in total]
         WarpgroupStore(place.outputs, place, rows, target, FinalEpilogue.of(p)).write(running.out, running.shift, total)

@@ -156,7 +156,7 @@ class SegmentMerge(PartialResults):
                 for i in cutlass.range_constexpr(VECTORS):
                     ptx.st_global_v2(place, i * 32 * VECTOR * 2, pairs[2 * i : 2 * i + 2])
                 if cutlass.and_(self.lane == 0, p.lse != Int64(0)):
-                    ptx.st_global_f32(self.rows.lse_address(p.lse, row, p.group), 0, lse)
+                    ptx.st_global_f32(self.rows.lse_address(p.lse, row, p.group.value), 0, lse)
 
     @cute.jit
     def store_states(self, index: Int32, rows: list[Int32], states: list[SoftmaxState]) -> None:
