@@ -144,7 +144,7 @@ class BlockScaledProducer(Producer):
                     getattr(p, f"{name}_scales") + Int64(kv_head) * getattr(p, f"{name}_scales_stride_h"),
                     getattr(p, f"{name}_scales_stride_page"),
                     getattr(p, f"{name}_scales_stride_n"),
-                    *getattr(self.memory, f"{name}_scales"),
+                    *self.memory.scales(name),
                 ),
             )
             for name, rows in (("k", source.k), ("v", source.v))

@@ -67,7 +67,7 @@ class OneCta:
 
     def operands(self, maps: Maps, memory: TileMemory, cols: int) -> tuple[TmaOperand, TmaOperand]:
         """Returns the parts of K and V that this CTA loads of every kv tile."""
-        return TmaOperand(maps.k, memory.loaded_k, cols), TmaOperand(maps.v, memory.loaded_v, cols)
+        return TmaOperand(maps.k, memory.loaded("k"), cols), TmaOperand(maps.v, memory.loaded("v"), cols)
 
     def q_boxes(self, rows: int) -> list[tuple[Int32, int]]:
         """Returns the rows that this CTA loads of a work item of `rows` rows: first row of a box, and where it goes."""

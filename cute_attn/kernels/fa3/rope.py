@@ -2,7 +2,7 @@
 to the operands, MMA warps the rows of q that they multiply, once per query tile.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -14,7 +14,7 @@ from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, extended
 from cute_attn.kernels.blocks.pipeline import SmemRings, start
 from cute_attn.kernels.blocks.rope import TWO_PI, RotaryTable
 from cute_attn.kernels.blocks.smem import swizzled
-from cute_attn.kernels.blocks.transform_warps import TransformWarps
+from cute_attn.kernels.blocks.transform_warps import OperandState, TransformWarps
 from cute_attn.kernels.fa3.kernel import Fa3Program
 from cute_attn.kernels.fa3.parts.wgmma import WARPGROUP_ROWS, WarpgroupLanes
 from cute_attn.kernels.fa3.smem import RopeMemory
@@ -88,15 +88,16 @@ class KRotation:
     lane: Int32
     warps: int
     cols: int
+    first: Int32 | int = 0  # token of row 0
 
     @cute.jit
-    def run(self, source: Int32, target: Int32, first: Int32) -> None:
-        """Rotates a tile whose row 0 is token `first`."""
+    def run(self, operand: cutlass.Constexpr, source: Int32, target: Int32) -> None:
+        """Rotates a tile."""
         lanes = self.rotation.lanes
         rows = 32 // lanes  # of a warp
         for i in cutlass.range(self.warp, self.cols // rows, self.warps, unroll=1):
             row = i * rows + self.lane // lanes
-            self.rotation.rotate(self.lane, row, source, target, self.cols, first + row)
+            self.rotation.rotate(self.lane, row, source, target, self.cols, self.first + row)
 
 
 class RotationWarps(TransformWarps):
@@ -108,22 +109,17 @@ class RotationWarps(TransformWarps):
     def transform(self, warp: Int32, lane: Int32) -> KRotation:
         return KRotation(self.program.rotation, warp, lane, self.warps, self.spec.tile.cols)
 
-    def initial_state(self) -> Any:
-        return start(), start()
+    def initial_state(self) -> OperandState:
+        return OperandState(start(), start())
 
     @cute.jit
     def transform_query(
         self, rings: SmemRings, transform: cutlass.Constexpr, at: Any, order: cutlass.Constexpr, valid: Int32
     ) -> Any:
-        staged, k = at
         for step in cutlass.range(0, order.total, unroll=1):
-            rings.staged_k.wait_full(staged)
-            rings.k.wait_empty(k)
-            first = order.at(step) * self.spec.tile.cols
-            transform.run(rings.staged_k.address(staged), rings.k.address(k), first)
-            self.publish_operand([rings.staged_k.empty(staged), rings.k.full(k)], transform.lane)
-            staged, k = rings.staged_k.next(staged), rings.k.next(k)
-        return staged, k
+            of_tile = replace(transform, first=order.at(step) * self.spec.tile.cols)
+            at = self.make_operand(rings, of_tile, "k", at, None)
+        return at
 
 
 class RopeProgram(Fa3Program):
