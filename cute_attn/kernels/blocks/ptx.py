@@ -254,6 +254,7 @@ magnitude = arithmetic("abs.f32")
 fma = arithmetic("fma.rn.f32")
 fmax = arithmetic("max.f32")
 fmin = arithmetic("min.f32")
+fmax_nan = arithmetic("max.NaN.f32")  # NaN if any operand is; of three operands on sm_100 and later
 divide = arithmetic("div.u32", Int32)  # 0 <= a < 2^32 by b > 0, rounding down
 count_ones = arithmetic("popc.b32", Int32)
 minimum_u32 = arithmetic("min.u32", Int32)

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import cutlass
+import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
@@ -145,6 +147,34 @@ class FragmentPosition:
     def lane_col(self) -> Int32:
         """Returns the thread's first column relative to the warp's."""
         return MmaFragmentLayout.lane_col(self.lane)
+
+
+@dataclass(frozen=True)
+class RowNumbers:
+    """Columns of fp32 numbers in shared memory, with one per row of the tile: what warps that share rows tell each
+    other.
+    """
+
+    address: Int32
+    tile_rows: int
+    lanes: FragmentPosition
+
+    @cute.jit
+    def put(self, column: Int32, values: list[Float32]) -> None:
+        """Writes a number per row slot, the same in all lanes of a quad."""
+        if self.lanes.quad_lane == 0:
+            column = self.address + column * (self.tile_rows * 4)
+            for slot in cutlass.range_constexpr(len(values)):
+                ptx.st_shared_f32(column + self.lanes.row(slot) * 4, 0, values[slot])
+
+    def of_row(self, row: Int32, columns: int) -> list[Float32]:
+        """Reads the numbers of a row in the first columns."""
+        return [ptx.ld_shared_f32(self.address + row * 4, i * self.tile_rows * 4) for i in range(columns)]
+
+    def of_column(self, column: Int32, slots: Sequence[int]) -> list[Float32]:
+        """Reads the numbers of this thread's row slots."""
+        address = self.address + column * (self.tile_rows * 4)
+        return [ptx.ld_shared_f32(address + self.lanes.row(slot) * 4) for slot in slots]
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,13 @@ from cute_attn.kernels.fa2.parts.exchange import Exchange, SharedRows, SlicedRow
 from cute_attn.kernels.fa2.parts.kv import (
     Converted,
     DenseKV,
-    HalfChunks,
-    NoScales,
     Nvfp4,
     PagedKV,
     ScaleRows,
+    Scales,
     Stored,
     Team,
     TokenRows,
-    WholeChunks,
 )
 from cute_attn.kernels.fa2.parts.mma import Lanes, OwnRows, WarpTile
 from cute_attn.kernels.fa2.parts.tile_scheduler import GridSchedule, ItemSchedule, WorkTile
@@ -225,29 +223,25 @@ class Fa2Program(AttentionProgram):
 
     def make_kv(self, p: Fa2Params, work_tile: WorkTile, team: Team) -> DenseKV | PagedKV:
         spec, memory, head = self.spec, self.memory, Int64(work_tile.kv_head)
-        chunks = WholeChunks if spec.kv_copy_bytes == CHUNK else HalfChunks
-        k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, p.k_stride_page, chunks(memory.k_bytes), memory.k_pitch)
-        v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, p.v_stride_page, chunks(memory.v_bytes), memory.v_pitch)
+        k_bytes, v_bytes = (memory.k_bytes, memory.k_pitch), (memory.v_bytes, memory.v_pitch)
+        k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, p.k_stride_page, *k_bytes, spec.kv_copy_bytes)
+        v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, p.v_stride_page, *v_bytes, spec.kv_copy_bytes)
         scales = self.make_scales(p, work_tile)
         if spec.kv == "paged":
             kv_end, first_page = work_tile.kv_end, work_tile.kv_start
             return PagedKV(memory, team, k, v, scales, kv_end, p.kv_indices, first_page, p.page_size)
         return DenseKV(memory, team, k.moved(work_tile.kv_start), v.moved(work_tile.kv_start), scales, work_tile.kv_end)
 
-    def make_scales(self, p: Fa2Params, work_tile: WorkTile) -> NoScales | ScaleRows:
+    def make_scales(self, p: Fa2Params, work_tile: WorkTile) -> ScaleRows | None:
         spec, head = self.spec, Int64(work_tile.kv_head)
         if spec.kv_dtype != "nvfp4":
-            return NoScales()
+            return None
         first = Int64(work_tile.kv_start if spec.kv == "dense" else 0)
+        k = p.k_scales + head * p.k_scales_stride_h + first * p.k_scales_stride_n
+        v = p.v_scales + head * p.v_scales_stride_h + first * p.v_scales_stride_n
         return ScaleRows(
-            k=p.k_scales + head * p.k_scales_stride_h + first * p.k_scales_stride_n,
-            v=p.v_scales + head * p.v_scales_stride_h + first * p.v_scales_stride_n,
-            k_stride=p.k_scales_stride_n,
-            v_stride=p.v_scales_stride_n,
-            k_page_stride=p.k_scales_stride_page,
-            v_page_stride=p.v_scales_stride_page,
-            k_words=spec.head_dim_qk // 64,
-            v_words=spec.head_dim_vo // 64,
+            Scales(k, p.k_scales_stride_n, p.k_scales_stride_page, Int32(spec.head_dim_qk // 64)),
+            Scales(v, p.v_scales_stride_n, p.v_scales_stride_page, Int32(spec.head_dim_vo // 64)),
         )
 
     def make_source(self, base: Int32) -> Stored | Converted:

@@ -59,7 +59,7 @@ class Fp8Exp2(PairExp2):
     def add(self, sums: Fp8Sums, s: list[Float32], p: list[Float32]) -> Fp8Sums:  # type: ignore[override]
         chunk = tree(sm100.add_pair, [sm100.pair(p[i], p[i + 1]) for i in range(0, len(p), 2)])
         row = PairSums(sm100.add_pair(sums.row.pairs, chunk), self.largest_score(sums.row.high, s))
-        return Fp8Sums(row, sm100.fmax3_nan(sums.largest, *sm100.halves(chunk)))
+        return Fp8Sums(row, ptx.fmax_nan(sums.largest, *sm100.halves(chunk)))
 
     def sum(self, sums: Fp8Sums) -> Float32:  # type: ignore[override]
         low, high = sm100.halves(sums.row.pairs)

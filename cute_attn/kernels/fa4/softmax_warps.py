@@ -247,7 +247,7 @@ class SoftmaxWarps:
             s = self.modified(context, sm100.wait_loads(self.load(context, column)), start, word)
             s = self.ascending(context, s)
             for i in cutlass.range_constexpr(0, CHUNK_COLUMNS, 2):
-                high = sm100.fmax3_nan(high, s[i], s[i + 1])
+                high = ptx.fmax_nan(high, s[i], s[i + 1])
         new, factor = self.raised(context, high, shift, total, kv_tile)
         columns = ptx.select(first, Int32(0), Int32(self.tile.output_columns))
         context.products.wait()
