@@ -127,13 +127,13 @@ class DequantWarps(TransformWarps):
         self, rings: SmemRings, transform: cutlass.Constexpr, at: KvState, order: cutlass.Constexpr, valid: Int32
     ) -> Any:
         """Dequantizes K one tile ahead of V, in the order in which the products need them."""
-        k, v, total = at.k, at.v, order.total
+        k, v, total, cols = at.k, at.v, order.total, self.spec.tile.cols
         if total > 0:
-            k = self.make_operand(rings, transform, "k", k, None)
+            k = self.make_operand(rings, transform, "k", k)
             for step in cutlass.range(1, total, unroll=1):
-                k = self.make_operand(rings, transform, "k", k, None)
-                of_step = ptx.select(step == 1, valid, Int32(self.spec.tile.cols))
-                v = self.make_operand(rings, transform, "v", v, of_step)
-            of_last = ptx.select(total == 1, valid, Int32(self.spec.tile.cols))
-            v = self.make_operand(rings, transform, "v", v, of_last)
+                k = self.make_operand(rings, transform, "k", k)
+                of_step = ptx.select(step == 1, valid, Int32(cols))
+                v = self.make_operand(rings, transform, "v", v, lambda valid=of_step: (valid < cols, valid))
+            of_last = ptx.select(total == 1, valid, Int32(cols))
+            v = self.make_operand(rings, transform, "v", v, lambda: (of_last < cols, of_last))
         return KvState(k, v)

@@ -80,21 +80,31 @@ class TransformWarps:
         transform: cutlass.Constexpr,
         operand: cutlass.Constexpr,
         at: OperandState,
-        valid: Any,
+        tail: cutlass.Constexpr = None,
     ) -> Any:
-        """Makes the operand of a staged tile of "k" or "v". `valid`: its keys, where those behind them may have to be
-        cleared.
+        """Makes the operand of a staged tile of "k" or "v". `tail`: where keys may have to be cleared, returns whether
+        they have, and the first.
         """
         staged, ring = rings.by_name[f"staged_{operand}"], rings.by_name[operand]
         staged.wait_full(at.staged)
-        if cutlass.const_expr(self.clears_tail and valid is not None):  # noqa: SIM102
-            if valid < self.spec.tile.cols:
-                transform.clear(operand, staged.address(at.staged), valid)
+        if cutlass.const_expr(self.clears_tail and tail is not None):
+            due, first = tail()
+            if due:
+                transform.clear(operand, staged.address(at.staged), first)
         ring.wait_empty(at.operand)
         transform.run(operand, staged.address(at.staged), ring.address(at.operand))
+        return self.publish(rings, operand, at, transform.lane)
+
+    @cute.jit
+    def publish(self, rings: SmemRings, operand: cutlass.Constexpr, at: OperandState, lane: Int32) -> Any:
+        """Fences this warp's part of an operand and arrives: the operand is full, its source empty. Returns the next
+        states.
+        """
+        staged, ring = rings.by_name[f"staged_{operand}"], rings.by_name[operand]
+        released, filled = staged.empty(at.staged), ring.full(at.operand)
         tma.fence_async()
         ptx.sync_warp()
-        if transform.lane == 0:
-            tma.barrier_arrive(staged.empty(at.staged))
-            tma.barrier_arrive(ring.full(at.operand))
+        if lane == 0:
+            tma.barrier_arrive(released)
+            tma.barrier_arrive(filled)
         return OperandState(staged.next(at.staged), ring.next(at.operand))

@@ -262,8 +262,13 @@ class VTransposeWarps(TransformWarps):
         self, rings: SmemRings, transform: cutlass.Constexpr, at: PipelineState, order: cutlass.Constexpr, valid: Int32
     ) -> Any:
         for step in cutlass.range(0, order.total, unroll=1):
-            of_step = ptx.select(step == 0, valid, Int32(self.spec.tile.cols))
-            at = self.make_operand(rings, transform, "v", OperandState(at, at), of_step).operand
+            at = self.make_operand(
+                rings,
+                transform,
+                "v",
+                OperandState(at, at),
+                lambda step=step: (cutlass.and_(step == 0, valid < self.spec.tile.cols), valid),
+            ).operand
         return at
 
 

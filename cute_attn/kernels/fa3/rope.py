@@ -2,7 +2,7 @@
 to the operands, MMA warps the rows of q that they multiply, once per query tile.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -88,16 +88,15 @@ class KRotation:
     lane: Int32
     warps: int
     cols: int
-    first: Int32 | int = 0  # token of row 0
 
     @cute.jit
-    def run(self, operand: cutlass.Constexpr, source: Int32, target: Int32) -> None:
-        """Rotates a tile."""
+    def run(self, source: Int32, target: Int32, first: Int32) -> None:
+        """Rotates a tile whose row 0 is token `first`."""
         lanes = self.rotation.lanes
         rows = 32 // lanes  # of a warp
         for i in cutlass.range(self.warp, self.cols // rows, self.warps, unroll=1):
             row = i * rows + self.lane // lanes
-            self.rotation.rotate(self.lane, row, source, target, self.cols, self.first + row)
+            self.rotation.rotate(self.lane, row, source, target, self.cols, first + row)
 
 
 class RotationWarps(TransformWarps):
@@ -117,8 +116,11 @@ class RotationWarps(TransformWarps):
         self, rings: SmemRings, transform: cutlass.Constexpr, at: Any, order: cutlass.Constexpr, valid: Int32
     ) -> Any:
         for step in cutlass.range(0, order.total, unroll=1):
-            of_tile = replace(transform, first=order.at(step) * self.spec.tile.cols)
-            at = self.make_operand(rings, of_tile, "k", at, None)
+            rings.staged_k.wait_full(at.staged)
+            rings.k.wait_empty(at.operand)
+            first = order.at(step) * self.spec.tile.cols
+            transform.run(rings.staged_k.address(at.staged), rings.k.address(at.operand), first)
+            at = self.publish(rings, "k", at, transform.lane)
         return at
 
 
