@@ -16,6 +16,7 @@ from cute_attn.kernels.mla.spec import LATENT
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.merge import GROUP_BITS, Parts, SoftmaxState, StateMerge, rescale_factor
 
+MOST_TOGETHER = 20  # partials that are not divided into groups: fewer than XQA's, which have fewer rows
 # Rows of a warp, and states of each, whose loads are in flight together.
 WARP_ROWS = 2
 WARP_STATES = 3
@@ -30,6 +31,9 @@ class SegmentMerge(StateMerge):
     @property
     def lane(self) -> Int32:
         return cute.arch.thread_idx()[0] & 31
+
+    def groups(self, count: Int32) -> Int32:
+        return ptx.select(count > MOST_TOGETHER, count >> GROUP_BITS, Int32(1))
 
     @cute.jit
     def merge_partials(self, rows: PackedRows, parts: Parts, more: Boolean) -> None:
