@@ -125,14 +125,6 @@ class Fp8SoftmaxWarps(SoftmaxWarps):
     def level(self, sums: Fp8Sums, total: Float32) -> Float32:  # type: ignore[override]
         return sums.largest
 
-    def hidden(self, context: SoftmaxContext) -> Float32:
-        softmax: Any = context.softmax
-        return softmax.hidden
-
-    def ascending(self, context: SoftmaxContext, s: list[Float32]) -> list[Float32]:
-        softmax: Any = context.softmax
-        return softmax.ascending(s)
-
     def due(self, kv_tile: Int32) -> Boolean:
         return kv_tile % (RAISE_KEYS // self.spec.tile.cols) == Int32(0)
 
