@@ -23,11 +23,6 @@ class RegisterLayout(ABC):
     def slots(self) -> range:
         """Row slots of the thread."""
 
-    @property
-    @abstractmethod
-    def columns_per_thread(self) -> int:
-        """Number of registers of a row slot."""
-
     @abstractmethod
     def places(self, slot: int) -> list[tuple[int, int]]:
         """Returns (register, column) of all that the thread holds of a row slot, in ascending order."""
@@ -39,6 +34,11 @@ class RegisterLayout(ABC):
     @abstractmethod
     def reduce(self, op: Callable[[Float32, Float32], Float32], x: Float32) -> Float32:
         """Reduces over the threads that share a row."""
+
+    @property
+    def columns_per_thread(self) -> int:
+        """Number of registers of a row slot."""
+        return len(self.places(0))
 
     def zeros(self) -> list[Float32]:
         """Returns an accumulator of zeros."""
@@ -68,10 +68,6 @@ class MmaFragmentLayout(RegisterLayout):
     @property
     def slots(self) -> range:
         return range(2 * self.m_blocks)
-
-    @property
-    def columns_per_thread(self) -> int:
-        return 2 * self.n_blocks
 
     def block(self, m: int, n: int) -> int:
         """Returns the first register of a block."""
@@ -186,10 +182,6 @@ class RowLayout(RegisterLayout):
     @property
     def slots(self) -> range:
         return range(1)
-
-    @property
-    def columns_per_thread(self) -> int:
-        return self.columns
 
     def places(self, slot: int) -> list[tuple[int, int]]:
         return [(i, i) for i in range(self.columns)]

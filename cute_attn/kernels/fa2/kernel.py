@@ -124,11 +124,9 @@ class State(NamedTuple):
 class Work:
     """Building blocks of one CTA, composed for its spec."""
 
-    tile: WarpTile
     lanes: Lanes
     team: Team
     rows: PackedRows
-    kv_head: Int32
     kv: DenseKV | PagedKV
     source: Stored | Converted
     mask: BandMask
@@ -206,11 +204,9 @@ class Fa2Program(AttentionProgram):
         mask = self.mask(p, work_tile, lanes)
         scale = score_scale(p)
         return Work(
-            tile=self.tile,
             lanes=lanes,
             team=team,
             rows=rows,
-            kv_head=work_tile.kv_head,
             kv=self.make_kv(p, work_tile, team),
             source=self.make_source(base),
             mask=mask,

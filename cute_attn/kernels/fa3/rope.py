@@ -12,7 +12,7 @@ from cutlass import Float32, Float64, Int32
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, extended
 from cute_attn.kernels.blocks.pipeline import SmemRings, start
-from cute_attn.kernels.blocks.rope import TWO_PI, RotaryTable
+from cute_attn.kernels.blocks.rope import RotaryTable
 from cute_attn.kernels.blocks.smem import swizzled
 from cute_attn.kernels.blocks.transform_warps import OperandState, TransformWarps
 from cute_attn.kernels.fa3.kernel import Fa3Program
@@ -25,17 +25,7 @@ RopeParams = extended("RopeParams", {"rope_base": Float64, "rope_ratio": Float64
 
 @dataclass(frozen=True)
 class Rotation(RotaryTable):
-    """Rotation of rows in columns of 128-byte lines, as TMA writes them. Positions are integers, so that whole turns
-    of a frequency do not count: frequencies are fractions of 64 bits, and the upper 32 of their product with a position
-    are the angle. Seven instructions per angle, none on the unit of `sin` but the two.
-    """
-
-    def entry(self, frequency: Float64) -> list[Float32]:
-        return [ptx.from_bits(word) for word in ptx.fraction_words(frequency)]
-
-    def angle(self, position: Int32, hi: Float32, lo: Float32) -> Float32:
-        turns = ptx.scaled_fraction(position, ptx.bits(hi), ptx.bits(lo))
-        return turns * Float32(TWO_PI / 2**32)
+    """Rotation of rows in columns of 128-byte lines, as TMA writes them."""
 
     @property
     def pairs(self) -> int:
