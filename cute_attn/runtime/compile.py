@@ -14,9 +14,7 @@ import os
 import re
 import tempfile
 import threading
-import typing
 from collections.abc import Iterator
-from typing import Any
 
 from cute_attn.errors import ArtifactError
 from cute_attn.runtime import arch as archs
@@ -125,26 +123,17 @@ def count_matrix_instructions(ptx: str) -> int:
     return len(_MATRIX_INSTRUCTION.findall(ptx))
 
 
-def _scalars(params: Any) -> Iterator[tuple[str, Any]]:
-    """Yields names and types of parameters. Of a tuple the first scalar has its name, the others theirs behind that."""
-    for name, hint in typing.get_type_hints(params).items():
-        parts = iter(_scalars(hint) if hasattr(hint, "_fields") else [("", hint)])
-        yield name, next(parts)[1]
-        yield from ((f"{name}_{part}", kind) for part, kind in parts)
-
-
 def _params(kernel: cubins.CubinKernel, program: Program, ptx: str) -> tuple[Param, ...]:
     """Returns the parameters that the program declares, checked against the cubin (sizes) and the PTX (types)."""
-    params = program.params
     kinds = dict.fromkeys(getattr(program, "maps", ()), "map") | {
-        name: _KIND_OF_SCALAR.get(hint.__name__, hint.__name__) for name, hint in _scalars(params)
+        name: _KIND_OF_SCALAR.get(hint.__name__, hint.__name__) for name, hint in program.scalars.items()
     }
     header = ptx[ptx.index(f".entry {kernel.symbol}(") :].split(")", 1)[0]
     compiled = [_KIND_OF_PTX.get(kind, kind) for kind in _PTX_PARAM.findall(header)]
     declared = list(kinds.values())
     if declared != compiled or [PARAM_BYTES.get(kind) for kind in declared] != [size for _, size in kernel.params]:
         raise ArtifactError(
-            f"{kernel.symbol}: {params.__name__} declares {kinds}, but the PTX has {compiled} and the cubin "
+            f"{kernel.symbol}: {type(program).__name__} declares {kinds}, but the PTX has {compiled} and the cubin "
             f"(offset, size) {kernel.params}"
         )
     return tuple(

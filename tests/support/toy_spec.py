@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 from cute_attn.runtime.spec import KernelSpec, Program
 
@@ -45,7 +45,9 @@ class BrokenSpec(ToySpec):
         if self.fault == "block":
             program.block = (64, 1, 1)
         else:
-            program.params = {"order": toy_kernel.SwappedParams, "count": toy_kernel.ShortParams}[self.fault]
+            program.scalars = get_type_hints(
+                getattr(toy_kernel, {"order": "SwappedParams", "count": "ShortParams"}[self.fault])
+            )
         return program
 
 

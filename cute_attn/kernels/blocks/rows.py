@@ -15,7 +15,7 @@ from cute_attn.kernels.blocks import ptx
 
 class Divisor(NamedTuple):
     """Division of 0 <= n < 2^31 by a run-time divisor with one multiplication (`params.magic` is the host's half). As a
-    parameter of a kernel it is three scalars, named by `runtime.compile`.
+    parameter of a kernel it is three scalars, named by `scalars_of`.
     """
 
     value: Int32

@@ -16,6 +16,17 @@ def zeros(params: Any) -> Any:
     return params(*(zeros(kind) if hasattr(kind, "_fields") else kind(0) for kind in kinds))
 
 
+def scalars_of(params: Any) -> dict[str, Any]:
+    """Returns names and types of the scalars of a parameter tuple. Of a field that is a tuple itself, the first has the
+    field's name, the others theirs behind that.
+    """
+    found = {}
+    for name, kind in typing.get_type_hints(params).items():
+        first, *others = scalars_of(kind).items() if hasattr(kind, "_fields") else [("", kind)]
+        found |= {name: first[1]} | {f"{name}_{part}": other for part, other in others}
+    return found
+
+
 def shared_memory() -> Int32:
     """Address of the CTA's dynamic shared memory."""
     return cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint().to(Int32)
