@@ -32,7 +32,7 @@ class ToySpec(KernelSpec):
 
 @dataclass(frozen=True)
 class BrokenSpec(ToySpec):
-    """A toy that does not trace ("trace") or misdescribes its kernel ("block", "order", "count")."""
+    """A toy that does not trace ("trace") or misdescribes its kernel: "block", or parameters of `toy_kernel`."""
 
     fault: str = "trace"
 
@@ -45,9 +45,7 @@ class BrokenSpec(ToySpec):
         if self.fault == "block":
             program.block = (64, 1, 1)
         else:
-            program.scalars = get_type_hints(
-                getattr(toy_kernel, {"order": "SwappedParams", "count": "ShortParams"}[self.fault])
-            )
+            program.scalars = get_type_hints(getattr(toy_kernel, self.fault))
         return program
 
 
