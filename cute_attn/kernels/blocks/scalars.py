@@ -20,7 +20,7 @@ def scalars_of(params: Any) -> dict[str, Any]:
     """Returns names and types of the scalars of a parameter tuple. Of a field that is a tuple itself, the first has the
     field's name, the others theirs behind that.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for name, kind in typing.get_type_hints(params).items():
         first, *others = scalars_of(kind).items() if hasattr(kind, "_fields") else [("", kind)]
         found |= {name: first[1]} | {f"{name}_{part}": other for part, other in others}
