@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.program import GridProgram
-from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, warp_index
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts import instructions as isa
@@ -95,18 +95,12 @@ class XqaParams(NamedTuple):
     q_len: Int32
     window_left: Int32
     num_kv_heads: Int32
-    row_blocks: Int32
-    row_blocks_multiplier: Int32
-    row_blocks_shift: Int32
+    row_blocks: Divisor
     units_per_cta_group: Int32
     shares_multiplier: Int32
     shares_shift: Int32
-    group: Int32
-    group_multiplier: Int32
-    group_shift: Int32
-    page_size: Int32
-    page_multiplier: Int32
-    page_shift: Int32
+    group: Divisor
+    page_size: Divisor
     overhead: Int32
     min_share: Int32
     dealt: Int32

@@ -112,7 +112,7 @@ class LaunchConfig(NamedTuple):
             "shares_multiplier": multiplier,
             "shares_shift": shift,
             **divisor("group", group),
-            **divisor("page_size", page_size, stem="page"),
+            **divisor("page_size", page_size),
             "overhead": self.spec.segment_overhead,
             "min_share": self.min_share,
         }

@@ -18,7 +18,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
 from cute_attn.kernels.xqa.parts.partition import FirstKeys, Load, Partition, Segment, Share
@@ -62,7 +61,7 @@ def differ(pairs: Iterable[tuple[Int32, Int32]]) -> Int32:
 def early_segment(partition: Partition, p: Any) -> tuple[Share, Segment]:
     """The first segment, in bounds; `p` are the parameters of the launch."""
     share, segment = partition.first_segment()
-    unit = ptx.maximum(ptx.minimum(segment.unit, p.num_kv_heads * p.row_blocks - 1), Int32(0))
+    unit = ptx.maximum(ptx.minimum(segment.unit, p.num_kv_heads * p.row_blocks.value - 1), Int32(0))
     qo_len = ptx.select(p.q_indptr == Int64(0), segment.request.qo_len, Int32(0))
     return share, segment._replace(unit=unit, request=segment.request._replace(qo_len=qo_len))
 
@@ -98,11 +97,10 @@ class KeysAhead:
         p = self.p
         head = Int64(keys.head)
         k, v = p.k + head * p.k_stride_h, p.v + head * p.v_stride_h
-        divisor = Divisor(p.page_size, p.page_multiplier, p.page_shift)
         threads = 32 * self.spec.teams
         for token in cutlass.range(keys.begin + self.team.thread(), keys.end, threads, unroll=2):
-            number = divisor.quotient(token)
-            within = token - number * p.page_size
+            number = p.page_size.quotient(token)
+            within = token - number * p.page_size.value
             page = page_in_bounds(p, keys.first_page + number, p.pages > 0)
             if p.pages > 0:
                 self.fetch_row(k, page * p.k_stride_page + within * p.k_stride_n)

@@ -200,7 +200,7 @@ class Merge(PartialResults):
         p = self.p
         factor, lse = self.finish.row(result.maximum, result.total, rows.head(row))
         if cutlass.and_(dim == 0, p.lse != Int64(0)):
-            ptx.st_global_f32(rows.lse_address(p.lse, row, p.num_kv_heads * p.group), 0, lse)
+            ptx.st_global_f32(rows.lse_address(p.lse, row, p.num_kv_heads * p.group.value), 0, lse)
         self.store_values(rows, row, dim, [x * factor for x in result.values])
 
     def store_values(self, rows: PackedRows, row: Int32, dim: Int32, values: list[Float32]) -> None:

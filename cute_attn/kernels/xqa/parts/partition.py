@@ -134,17 +134,15 @@ class Partition:
 
     def head(self, unit: Int32) -> Int32:
         """Kv head of a unit."""
-        p = self.p
-        return Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(unit)
+        return self.p.row_blocks.quotient(unit)
 
     def rows(self, segment: Segment) -> PackedRows:
         """Packed rows of a segment: the query heads of a GQA group, token by token."""
         p = self.p
         head = self.head(segment.unit)
-        block = segment.unit - head * p.row_blocks
-        group = Divisor(p.group, p.group_multiplier, p.group_shift)
-        count, start = segment.request.qo_len * p.group, segment.request.qo_start
-        return PackedRows(block * self.spec.rows, count, group, head * p.group, start)
+        block = segment.unit - head * p.row_blocks.value
+        count, start = segment.request.qo_len * p.group.value, segment.request.qo_start
+        return PackedRows(block * self.spec.rows, count, p.group, head * p.group.value, start)
 
     @cute.jit
     def first_page(self, index: Int32) -> Int32:
@@ -271,7 +269,7 @@ class Partition:
         start = self.next_start(segment, share)
         unit = segment.unit + self.unit_step
         following = Segment(segment.index, unit, start, segment.first_page, segment.request)
-        if following.unit >= self.p.num_kv_heads * self.p.row_blocks:
+        if following.unit >= self.p.num_kv_heads * self.p.row_blocks.value:
             index = following.index + 1
             index = index if share is None else ptx.select(self.overlaps(following, share), index, self.p.batch)
             following = Segment(index, self.first_unit, start, self.first_page(index), self.request(index))
@@ -374,7 +372,7 @@ class OneSegment(Partition):
                 isa.prefetch_l2(p.table + offset * Int64(p.table_stride))
             if p.sinks != Int64(0):
                 head = self.head(self.cta_group * self.spec.heads)  # the CTA's: `warp_index` needs all lanes
-                isa.prefetch_l2(isa.mad_wide(head * p.group, Int32(4), p.sinks))
+                isa.prefetch_l2(isa.mad_wide(head * p.group.value, Int32(4), p.sinks))
 
     def first_page_and_request(self) -> tuple[Int32, Request]:
         """In flight together: ptxas waits for the length before the branch to the second load."""

@@ -137,7 +137,7 @@ class HeadMerge(WholeMerge):
         maximum, total = self.row_state(row)
         factor, lse = self.finish.row(maximum, total, rows.head(row))
         if isa.all_of([rows.exists(row), self.team.thread() < self.spec.rows, p.lse != Int64(0)]):
-            ptx.st_global_f32(rows.lse_address(p.lse, row, p.num_kv_heads * p.group), 0, lse)
+            ptx.st_global_f32(rows.lse_address(p.lse, row, p.num_kv_heads * p.group.value), 0, lse)
         return factor
 
     def row_state(self, row: Int32) -> list[Float32]:
