@@ -30,7 +30,7 @@ from cute_attn.dispatch.capabilities import (
 from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
 from cute_attn.kernels.xqa.host.variant import rule_of, shape_of
-from cute_attn.kernels.xqa.spec import ONE_SEGMENT
+from cute_attn.kernels.xqa.spec import WHOLE
 from cute_attn.problem import NO_LENGTHS, BatchLengths, BatchLimits, DeviceLengths, Features, Settings, short
 from cute_attn.request.checks import describe
 from cute_attn.runtime import arch as archs
@@ -93,8 +93,9 @@ def load_of(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
 
 
 def _whole(settings: Settings, qo_len: int, batch_size: int) -> bool:
-    """Tell whether XQA gives each segment a CTA or a cluster on Hopper, by what is known without the number of keys."""
-    return rule_of(settings.features, HOPPER, shape_of(batch_size, settings, qo_len)).value[0].work in ONE_SEGMENT
+    """Tell whether XQA has clusters or a CTA for each segment on Hopper, whatever the number of keys."""
+    ring, *_ = rule_of(settings.features, HOPPER, shape_of(batch_size, settings, qo_len)).value
+    return ring.work in (*WHOLE, "cluster")
 
 
 def load_class(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:

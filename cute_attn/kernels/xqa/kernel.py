@@ -31,7 +31,7 @@ from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages, page_id
 from cute_attn.kernels.xqa.parts.partition import (
-    ClusterSegments,
+    ClusterShares,
     KvSplit,
     Load,
     Partition,
@@ -141,8 +141,8 @@ class Start(NamedTuple):
 
 
 class WarpTiles(NamedTuple):
-    """KV tiles of a segment that one team of warps processes: `count` tiles from `first`, strided by the number of
-    teams."""
+    """KV tiles of a share's split of a segment that one team of warps processes: `count` tiles from `first`, strided by
+    the number of teams."""
 
     split: KvSplit
     first: Int32
@@ -173,7 +173,7 @@ KINDS: dict[Work, Kind] = {
     "even": Kind(WarpShares, EvenMerge, HeadWarp),
     "whole": Kind(WholeSegments, WholeMerge),
     "heads": Kind(WholeSegments, HeadMerge, HeadWarp),
-    "cluster": Kind(ClusterSegments, ClusterMerge),
+    "cluster": Kind(ClusterShares, ClusterMerge),
 }
 
 
@@ -219,12 +219,14 @@ class XqaProgram(GridProgram):
         if cutlass.const_expr(self.pdl and not self.spec.whole):
             ptx.grid_dependency_launch()  # now, so that what the next launch fetches does not delay the first copies
         finish = FinalEpilogue.of(params).scaled(Float32(self.format.dequant_factor))
-        merge = self.merge_type(self.spec, params, self.memory, self.team, shared_memory(), finish, self.format)
-        scale = log2_scale(params, self.format.dequant_factor)
-        merge.enter()
+        scale, turn = log2_scale(params, self.format.dequant_factor), Int32(0)
         while partition.overlaps(segment, share):
+            merge = self.merge_type(
+                self.spec, params, self.memory, self.team, shared_memory(), finish, self.format, turn
+            )
             queries = query_rows.operands(words, scale)
             work = self.segment_work(params, segment, share, queries, partition.rows(segment))
+            merge.enter(work.warp_tiles.split)
             state = LoopState(work.softmax.start(), self.ring_start(), token_pages)
             for i in cutlass.range(0, work.warp_tiles.count, unroll=1):
                 state = self.mainloop_step(work, state, i)
@@ -236,7 +238,7 @@ class XqaProgram(GridProgram):
                 words = query_rows.load(following)
                 token_pages = self.load_prologue(params, following, share)
             self.write_output(merge, partition.rows(segment), segment, share, work.warp_tiles.split, ticket)
-            segment = following
+            segment, turn = following, turn + 1
         ptx.cp_async_wait(0)
 
     # --- components -------------------------------------------------------------------------------------------------
@@ -246,9 +248,11 @@ class XqaProgram(GridProgram):
         return shared_memory() + warp_index() * self.memory.ring_bytes
 
     def warp_tiles(self, p: XqaParams, segment: Segment, share: Share) -> WarpTiles:
-        split = make_partition(self.spec, p).split(segment, share)
-        first = split.begin + self.team.number(warp_index())
-        count = ptx.maximum(split.end - first + (self.spec.teams - 1), Int32(0)) // self.spec.teams
+        partition = make_partition(self.spec, p)
+        split = partition.split(segment, share)
+        part = partition.part(split)
+        first = part.begin + self.team.number(warp_index())
+        count = ptx.maximum(part.end - first + (self.spec.teams - 1), Int32(0)) // self.spec.teams
         return WarpTiles(split, first + segment.request.first_token // self.spec.cols, count)
 
     def paged_kv(self, p: XqaParams, segment: Segment) -> PagedKv:

@@ -10,11 +10,10 @@ from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
 # How the CTAs of a launch divide segments, each of a request and a unit (`kernel.KINDS`): about equal shares, whole
-# segments where those are as even; the same for every warp, those of a CTA of adjacent units; a segment for every CTA,
-# or for every warp as before, or for a cluster; of one request, for several clusters.
+# segments where those are as even; the same for every warp, those of a CTA of adjacent units, or for every cluster; a
+# segment for every CTA, or for every warp as before.
 Work = Literal["shares", "even", "whole", "heads", "cluster"]
 WHOLE = ("whole", "heads")  # cut no segment
-ONE_SEGMENT = (*WHOLE, "cluster")  # whose CTAs and warps have one each, or a part of one
 LONE_WARPS = ("even", "heads")  # whose warps have a unit each
 # Where a CTA's first keys are fetched to before the preceding kernel has ended (`parts.ahead`); to shared memory, where
 # they were before that, as soon as it has ended.
@@ -80,6 +79,11 @@ class DecodeSpec(KernelSpec):
     @property
     def heads(self) -> int:
         """Units that a CTA has at a time: one, or one for each warp. They divide the kv heads."""
+        return 1
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs that have a share together."""
         return 1
 
     @property

@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks import cluster, ptx
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import warp_index
 from cute_attn.kernels.xqa.parts import instructions as isa
@@ -159,16 +159,35 @@ class Partition:
         """Fetch into L2 what this CTA reads first, before the preceding kernel has ended, which may still write it.
         Nothing, where CTAs read the lengths of many requests."""
 
+    @cute.jit
+    def prefetch_request(self, index: Int32) -> None:
+        """Fetch a request's length and first page, and the sinks of this CTA's heads, which it reads last: all CTAs
+        would wait for them in memory at the same time."""
+        p, offset = self.p, Int64(index) * Int64(4)
+        if cute.arch.thread_idx()[0] == 0:
+            isa.prefetch_l2(p.seq_lens + offset)
+            if p.page_starts != Int64(0):
+                isa.prefetch_l2(p.page_starts + offset)
+            else:
+                isa.prefetch_l2(p.table + offset * Int64(p.table_stride))
+            if p.sinks != Int64(0):
+                head = self.head(self.cta_group * self.spec.heads)  # the CTA's: `warp_index` needs all lanes
+                isa.prefetch_l2(isa.mad_wide(head * p.group, Int32(4), p.sinks))
+
     def first_keys(self, segment: Segment, share: Share, most: int) -> FirstKeys:
         """The keys of a share's first segment that this CTA reads first, at most `most`; none of a CTA that cannot
         start before the preceding launch has ended."""
         p, cols = self.p, self.spec.cols
-        split, request = self.split(segment, share), segment.request
+        split, request = self.part(self.split(segment, share)), segment.request
         first_tile = request.first_token // cols
         begin = ptx.maximum((first_tile + split.begin) * cols, request.first_token)
         end = ptx.minimum(ptx.minimum((first_tile + split.end) * cols, request.kv_len), begin + most)
         end = ptx.select(self.launched_before < p.resident, end, Int32(0))
         return FirstKeys(segment.first_page, self.head(segment.unit), begin, end)
+
+    def first_page_and_request(self, index: Int32) -> tuple[Int32, Request]:
+        """In flight together: ptxas waits for the length before the branch to the second load."""
+        return self.first_page(index), self.request(index)
 
     def cost(self, index: Int32) -> Int32:
         """Number of positions that a request takes in the sequence of the CTA group."""
@@ -178,17 +197,22 @@ class Partition:
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
         """This CTA's share, and the segment in which it begins. Every warp computes both on its own."""
-        p = self.p
         costs = self.costs()
         share = self.share(costs)
         index, before = self.find(costs, share)
         request, first_page = self.request(index), self.first_page(index)
-        length = self.length(request, share)
+        return share, self.located(share, before, Segment(index, Int32(0), Int32(0), first_page, request))
+
+    @cute.jit
+    def located(self, share: Share, before: Int32, of: Segment) -> Segment:
+        """The segment in which a share begins, `of` whose request is known; those of the request begin at position
+        `before`."""
+        length = self.length(of.request, share)
         passed = Int32(0)
-        if p.units_per_cta_group > 1:
+        if self.p.units_per_cta_group > 1:
             passed = ptx.divide(share.begin - before, length)
         unit = passed * self.unit_step + self.first_unit
-        return share, Segment(index, unit, before + passed * length + p.overhead, first_page, request)
+        return of._replace(unit=unit, start=before + passed * length + self.lead(share))
 
     @cute.jit
     def costs(self) -> Costs:
@@ -225,17 +249,30 @@ class Partition:
         return self.equal_share(ptx.shuffle_from(costs.reach, Int32(31)))
 
     def equal_share(self, total: Int32) -> Share:
-        ctas, cta = cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
-        return self.share_of(cta, total, ptx.maximum(self.p.min_share, self.per_cta(total + ctas - 1)))
+        return self.share_of(self.number, total, ptx.maximum(self.p.min_share, self.per_share(total + self.shares - 1)))
 
-    def share_of(self, cta: Int32, total: Int32, size: Int32, pitch: Int32 | int = 0) -> Share:
-        """Share number `cta` of a sequence of `total` positions."""
-        begin = cta * size
+    def share_of(self, number: Int32, total: Int32, size: Int32, pitch: Int32 | int = 0) -> Share:
+        """A share of a sequence of `total` positions."""
+        begin = number * size
         return Share(begin, ptx.select(begin < total, ptx.minimum(begin + size, total), Int32(0)), size, pitch)
 
-    def per_cta(self, count: Int32) -> Int32:
-        """`count` divided by the number of CTAs of the group."""
-        return Divisor(cute.arch.grid_dim()[1], self.p.shares_multiplier, self.p.shares_shift).quotient(count)
+    @property
+    def shares(self) -> Int32:
+        """Number of shares of the CTA group."""
+        return cute.arch.grid_dim()[1]
+
+    @property
+    def number(self) -> Int32:
+        """Number of this CTA's share."""
+        return cute.arch.block_idx()[1]
+
+    def per_share(self, count: Int32) -> Int32:
+        """`count` divided by the number of shares of the group."""
+        return Divisor(self.shares, self.p.shares_multiplier, self.p.shares_shift).quotient(count)
+
+    def lead(self, share: Share) -> Int32:
+        """Positions of a segment before that of its first tile."""
+        return self.p.overhead
 
     def length(self, request: Request, share: Share) -> Int32:
         """Positions of a segment of a request."""
@@ -247,18 +284,25 @@ class Partition:
         return cute.arch.grid_dim()[0] * self.spec.heads
 
     def overlaps(self, segment: Segment, share: Share) -> Boolean:
-        return segment.start - self.p.overhead < share.end
+        return segment.start - self.lead(share) < share.end
 
     def split(self, segment: Segment, share: Share) -> KvSplit:
-        """This CTA's tiles of a segment."""
+        """A share's tiles of a segment."""
         tiles = segment.request.tiles
         begin = ptx.maximum(share.begin - segment.start, Int32(0))
         end = ptx.minimum(share.end - segment.start, tiles)
-        # A segment without tiles belongs to the share that has its last position of overhead.
-        last = segment.start - 1
+        last = self.place_of_empty(segment, share)
         empty = isa.all_of([tiles == 0, share.begin <= last, last < share.end])
         whole = cutlass.or_(isa.all_of([begin == 0, end == tiles, tiles > 0]), empty)
         return KvSplit(begin, end, whole, cutlass.or_(begin < end, empty))
+
+    def place_of_empty(self, segment: Segment, share: Share) -> Int32:
+        """Position by which a segment without tiles belongs to a share: its last one of overhead."""
+        return segment.start - 1
+
+    def part(self, split: KvSplit) -> KvSplit:
+        """This CTA's part of a share's tiles of a segment: all of them."""
+        return split
 
     def next_start(self, segment: Segment, share: Share | None) -> Int32:
         """Position of the first tile of the next segment."""
@@ -304,7 +348,7 @@ class EvenPartition(Partition):
         most = equal.size + self.spare(equal.size)
         longest = ptx.divide(ptx.warp_maximum(costs.longest), p.units_per_cta_group)
         segments = p.batch * p.units_per_cta_group
-        of_cta = self.per_cta(segments + ctas - 1)  # segments
+        of_cta = self.per_share(segments + ctas - 1)  # segments
         parts = ptx.maximum(ptx.divide(ctas, ptx.maximum(segments, Int32(1))), Int32(1))  # of a segment
         parts = ptx.select(of_cta * longest <= most, Int32(1), parts)
         part = ptx.divide(longest + parts - 1, parts)
@@ -326,7 +370,7 @@ class EvenPartition(Partition):
         return index, before
 
     def split(self, segment: Segment, share: Share) -> KvSplit:
-        begin = ptx.opaque(cute.arch.block_idx()[1]) * share.size  # computed again: no register holds it meanwhile
+        begin = ptx.opaque(self.number) * share.size  # computed again: no register holds it meanwhile
         return super().split(segment, share._replace(begin=begin))
 
     def length(self, request: Request, share: Share) -> Int32:
@@ -347,9 +391,9 @@ class WarpShares(EvenPartition):
 
 
 @dataclass(frozen=True)
-class OneSegment(Partition):
-    """Partition that gives a CTA or a warp one segment, or a part of one, which needs no other request's lengths. The
-    grid is [units / units of a CTA, CTAs of a segment, requests]."""
+class WholeSegments(Partition):
+    """Partition where every segment is short: a CTA or a warp for each, which needs no other request's lengths, and no
+    merge in global memory. The grid is [units / units of a CTA, 1, requests]."""
 
     @property
     def index(self) -> Int32:
@@ -361,34 +405,13 @@ class OneSegment(Partition):
         width, height, _ = cute.arch.grid_dim()
         return super().launched_before + self.index * height * width
 
-    @cute.jit
     def prefetch_lengths(self) -> None:
-        """Fetch the request's length and first page, and the sinks of this CTA's heads, which it reads last: all CTAs
-        would wait for them in memory at the same time."""
-        p, offset = self.p, Int64(self.index) * Int64(4)
-        if cute.arch.thread_idx()[0] == 0:
-            isa.prefetch_l2(p.seq_lens + offset)
-            if p.page_starts != Int64(0):
-                isa.prefetch_l2(p.page_starts + offset)
-            else:
-                isa.prefetch_l2(p.table + offset * Int64(p.table_stride))
-            if p.sinks != Int64(0):
-                head = self.head(self.cta_group * self.spec.heads)  # the CTA's: `warp_index` needs all lanes
-                isa.prefetch_l2(isa.mad_wide(head * p.group, Int32(4), p.sinks))
-
-    def first_page_and_request(self) -> tuple[Int32, Request]:
-        """In flight together: ptxas waits for the length before the branch to the second load."""
-        return self.first_page(self.index), self.request(self.index)
-
-
-@dataclass(frozen=True)
-class WholeSegments(OneSegment):
-    """Partition where every segment is short: a CTA or a warp for each, which needs no merge in global memory."""
+        self.prefetch_request(self.index)
 
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
         """The only segment of this warp, and a share that is its own."""
-        first_page, request = self.first_page_and_request()
+        first_page, request = self.first_page_and_request(self.index)
         positions = request.tiles + self.p.overhead
         segment = Segment(self.index, self.first_unit, self.p.overhead, first_page, request)
         return Share(Int32(0), positions, positions), segment
@@ -398,34 +421,71 @@ class WholeSegments(OneSegment):
         return segment._replace(start=self.next_start(segment, share))
 
 
-BEYOND = 1 << 30  # position of no tile
-
-
 @dataclass(frozen=True)
-class ClusterSegments(OneSegment):
-    """Partition for few segments: all CTAs of one share its tiles equally, and each cluster of them merges its partial
-    results in shared memory. A launch of several requests has one cluster for every segment. Positions are tiles;
-    clusters behind the last tile are idle."""
+class ClusterShares(EvenPartition):
+    """Partition whose shares are those of clusters of CTAs: they divide a share's tiles of a segment equally, and merge
+    their results in shared memory.
+
+    Shares are whole segments or equal parts of segments, which have at least `min_share` tiles, where the largest one
+    then takes at most `spare` positions longer than equal shares. Such segments have no positions but those of tiles.
+    """
 
     spec: XqaSpec
 
+    @property
+    def shares(self) -> Int32:
+        return cute.arch.grid_dim()[1] // self.spec.cluster_size
+
+    @property
+    def number(self) -> Int32:
+        return cute.arch.block_idx()[1] // self.spec.cluster_size
+
+    def spare(self, size: Int32) -> Int32:
+        """Two rounds of the warps of a cluster."""
+        return Int32(2 * self.spec.teams * self.spec.cluster_size)
+
+    def prefetch_lengths(self) -> None:
+        self.prefetch_request(Int32(0))
+
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
-        p, cta = self.p, cute.arch.block_idx()[1]
-        first_page, request = self.first_page_and_request()
-        size = ptx.maximum(p.min_share, self.per_cta(request.tiles + cute.arch.grid_dim()[1] - 1))
-        begin = cta * size
-        share = Share(begin, ptx.minimum(begin + size, request.tiles), size)
-        return share, Segment(self.index, cute.arch.block_idx()[0], Int32(0), first_page, request)
+        """As `Partition` finds it; of one request alone, its length says all."""
+        nothing = Int32(0)
+        share = Share(nothing, nothing, nothing, nothing)
+        segment = Segment(nothing, nothing, nothing, nothing, Request(nothing, nothing, nothing, nothing, nothing))
+        if self.p.batch == 1:
+            first_page, request = self.first_page_and_request(nothing)
+            share = self.of_lengths(self.p.units_per_cta_group * (request.tiles + self.p.overhead), request.tiles)
+            segment = self.located(share, nothing, Segment(nothing, nothing, nothing, first_page, request))
+        else:
+            share, segment = EvenPartition.first_segment(self)
+        return share, segment
 
-    def overlaps(self, segment: Segment, share: Share) -> Boolean:
+    def share(self, costs: Costs) -> Share:
+        longest = ptx.divide(ptx.warp_maximum(costs.longest), self.p.units_per_cta_group) - self.p.overhead
+        return self.of_lengths(ptx.shuffle_from(costs.reach, Int32(31)), longest)
+
+    def of_lengths(self, total: Int32, longest: Int32) -> Share:
+        """The share of a sequence of `total` positions whose longest segment has `longest` tiles."""
+        p, shares = self.p, self.shares
+        segments = ptx.maximum(p.batch * p.units_per_cta_group, Int32(1))
+        equal = self.equal_share(total)
+        count = self.per_share(segments + shares - 1)  # segments of a share
+        parts = ptx.minimum(ptx.divide(shares, segments), ptx.divide(longest, p.min_share))
+        parts = ptx.maximum(parts, Int32(1))  # of a segment
+        part = ptx.maximum(ptx.divide(longest + parts - 1, parts), Int32(1))
+        even = count * (part + p.overhead) <= equal.size + self.spare(equal.size)
+        size, pitch = ptx.select(even, count * part, equal.size), ptx.select(even, parts * part, Int32(0))
+        return self.share_of(self.number, ptx.select(even, segments * pitch, total), size, pitch)
+
+    def lead(self, share: Share) -> Int32:
+        return ptx.select(share.pitch > 0, Int32(0), self.p.overhead)
+
+    def place_of_empty(self, segment: Segment, share: Share) -> Int32:
+        return segment.start - ptx.flag(share.pitch == 0)
+
+    def part(self, split: KvSplit) -> KvSplit:
         size = self.spec.cluster_size
-        cluster = cute.arch.block_idx()[1] // size
-        return segment.start + cluster * (share.size * size) < ptx.maximum(segment.request.tiles, Int32(1))
-
-    def split(self, segment: Segment, share: Share) -> KvSplit:
-        return KvSplit(share.begin, share.end, Boolean(False), Boolean(True))
-
-    def next_segment(self, segment: Segment, share: Share | None = None) -> Segment:
-        """No segment."""
-        return segment._replace(start=Int32(BEYOND))
+        tiles = (split.tiles + (size - 1)) // size
+        begin = split.begin + cluster.rank() * tiles
+        return split._replace(begin=begin, end=ptx.minimum(begin + tiles, split.end))
