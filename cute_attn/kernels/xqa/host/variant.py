@@ -21,8 +21,9 @@ from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.split_kv import ceil_div
 
 MAX_IDLE = 1 / 32  # of all CTAs
-# Of the SMs, to which clusters may be given: those of a GPC that its clusters leave over take none, and a cluster that
-# has to wait for another costs more than SMs without one (131072 keys of 8 kv heads, 16 clusters of 8, H100: 16 %).
+# Of the SMs, to which clusters of more than two CTAs may be given: those of a GPC that its clusters leave over take none,
+# and a cluster that has to wait for another costs more than SMs without one (131072 keys of 8 kv heads, 16 clusters of
+# 8, H100: 16 %).
 CLUSTERED = 3 / 4
 MAX_GRID_Z = 65535  # CTAs along the third axis of a grid: requests of which each has some of its own
 
@@ -140,7 +141,7 @@ def shares(
 ) -> LaunchConfig:
     """Returns a launch of as many CTAs as run at a time, or of as many clusters as do for certain."""
     units, size = num_kv_heads // spec.heads * row_blocks, spec.cluster_size
-    room = sms * spec.ctas if size == 1 else int(sms * CLUSTERED) * spec.ctas
+    room = int(sms * (CLUSTERED if size > 2 else 1)) * spec.ctas  # two CTAs of a cluster have the SMs of a TPC
     count = max(1, min(room, workspace_bytes // partial_bytes_per_cta(spec)) // size)
     groups = cta_group_count(units, count)
     of_group, ctas = count // groups, count * size

@@ -426,8 +426,8 @@ class ClusterShares(EvenPartition):
     """Partition whose shares are those of clusters of CTAs: they divide a share's tiles of a segment equally, and merge
     their results in shared memory.
 
-    Shares are whole segments or equal parts of segments, which have at least `min_share` tiles, where the largest one
-    then takes at most `spare` positions longer than equal shares. Such segments have no positions but those of tiles.
+    Shares are whole segments or equal parts of segments, of at least `min_share` tiles, where the largest one is then
+    at most `spare` positions longer than equal shares. Such segments have no positions but those of tiles.
     """
 
     spec: XqaSpec
@@ -471,10 +471,10 @@ class ClusterShares(EvenPartition):
         segments = ptx.maximum(p.batch * p.units_per_cta_group, Int32(1))
         equal = self.equal_share(total)
         count = self.per_share(segments + shares - 1)  # segments of a share
-        parts = ptx.minimum(ptx.divide(shares, segments), ptx.divide(longest, p.min_share))
-        parts = ptx.maximum(parts, Int32(1))  # of a segment
-        part = ptx.maximum(ptx.divide(longest + parts - 1, parts), Int32(1))
-        even = count * (part + p.overhead) <= equal.size + self.spare(equal.size)
+        parts = ptx.maximum(ptx.divide(shares, segments), Int32(1))  # of a segment
+        part = ptx.maximum(ptx.divide(longest + parts - 1, parts), p.min_share)
+        cost = count * (ptx.minimum(part, longest) + p.overhead)
+        even = cost <= equal.size + self.spare(equal.size)
         size, pitch = ptx.select(even, count * part, equal.size), ptx.select(even, parts * part, Int32(0))
         return self.share_of(self.number, ptx.select(even, segments * pitch, total), size, pitch)
 
