@@ -21,9 +21,9 @@ from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.split_kv import ceil_div
 
 MAX_IDLE = 1 / 32  # of all CTAs
-# Of the SMs, to which clusters of more than two CTAs may be given: those of a GPC that its clusters leave over take none,
-# and a cluster that has to wait for another costs more than SMs without one (131072 keys of 8 kv heads, 16 clusters of
-# 8, H100: 16 %).
+# Of the SMs, to which clusters of more than two CTAs may be given: those of a GPC that its clusters leave over take
+# none, and a cluster that has to wait for another costs more than SMs without one (131072 keys of 8 kv heads, 16
+# clusters of 8, H100: 16 %).
 CLUSTERED = 3 / 4
 MAX_GRID_Z = 65535  # CTAs along the third axis of a grid: requests of which each has some of its own
 

@@ -455,8 +455,11 @@ class ClusterShares(EvenPartition):
         segment = Segment(nothing, nothing, nothing, nothing, Request(nothing, nothing, nothing, nothing, nothing))
         if self.p.batch == 1:
             first_page, request = self.first_page_and_request(nothing)
-            share = self.of_lengths(self.p.units_per_cta_group * (request.tiles + self.p.overhead), request.tiles)
-            segment = self.located(share, nothing, Segment(nothing, nothing, nothing, first_page, request))
+            units = self.p.units_per_cta_group
+            share = self.of_lengths(units * (request.tiles + self.p.overhead), request.tiles)
+            last = units * self.length(request, share) - 1  # queries of an idle cluster are those of another, too
+            begun = share._replace(begin=ptx.minimum(share.begin, last))
+            segment = self.located(begun, nothing, Segment(nothing, nothing, nothing, first_page, request))
         else:
             share, segment = EvenPartition.first_segment(self)
         return share, segment
