@@ -27,7 +27,7 @@ class Clusters(NamedTuple):
 # Large pages allow more keys than there are.
 CASES = {
     "one cluster a unit": Clusters(XqaCase((700,), heads=(8, 2), page_size=8192), 22, "4x3x16x1+1c4a64e", (2, 8)),
-    "clusters that leave slices to each other": Clusters(XqaCase((1500,), heads=(8, 2)), 44, "4x3x16x1c8a64e", (2, 16)),
+    "clusters that leave slices to each other": Clusters(XqaCase((1500,), heads=(8, 2)), 48, "4x3x16x1c6a64e", (2, 18)),
     "a cluster for each of two segments, and one for both": Clusters(
         XqaCase((900,), heads=(8, 2)), 33, "4x3x16x1c8", (1, 24)
     ),

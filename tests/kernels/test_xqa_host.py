@@ -21,7 +21,16 @@ from cute_attn.kernels.xqa.host.family import FAMILY, DecodeRun, rule_of_batch
 from cute_attn.kernels.xqa.host.variant import launch_config
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec, is_head_dim
-from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, Features, GraphLimits, Scratch, Settings
+from cute_attn.problem import (
+    UNLIMITED,
+    BatchLengths,
+    BatchLimits,
+    DecodeProblem,
+    Features,
+    GraphLimits,
+    Scratch,
+    Settings,
+)
 from cute_attn.runtime.arch import ARCHS, TYPICAL_SMS, Arch, for_capability, named
 from cute_attn.runtime.counters import SEMAPHORES
 from cute_attn.runtime.launch import CPU
@@ -267,18 +276,25 @@ def test_warps_have_units_of_their_own_where_they_divide_the_heads(
     assert config.partial_bytes == config.ctas * states * (128 + 2) * 4
 
 
-@pytest.mark.parametrize(("alone", "grid"), [(True, (8, 16, 1)), (False, (8, 8, 1))])
-def test_only_one_request_has_several_clusters_for_a_segment(alone: bool, grid: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("sms", "workspace", "size", "grid", "counters"),
+    [
+        (132, UNLIMITED, 8, (4, 24, 1), 96),
+        (132, UNLIMITED, 6, (8, 12, 1), 96),
+        (132, UNLIMITED, 2, (8, 16, 1), 132),
+        (132, 140 << 10, 8, (2, 8, 1), 16),
+        (132, 0, 8, (1, 8, 1), 8),
+    ],
+)
+def test_clusters_have_as_many_ctas_as_run_at_a_time(
+    sms: int, workspace: int, size: int, grid: tuple[int, int, int], counters: int
+) -> None:
     settings = even_settings(BF16, 8)
-    rule = variant.rule_of(settings.features, GPU.arch, variant.shape_of(1, settings, 1, 4096))
-    config = launch_config(settings, 1, rule, GPU.arch, 200, alone=alone)
-    assert (config.spec.work, config.grid) == ("cluster", grid)
-    if alone:
-        with pytest.raises(ValueError, match="one request alone, got 3 requests"):
-            config.grid_of(3)
-    else:
-        assert config.grid_of(3) == (*grid[:2], 3)
-    assert (config.partial_bytes > 0) == (config.counter_bytes > 0) == alone
+    rule = Rule((tiles.Ring(4, 3, 1, 8192).in_clusters(size),), {})
+    config = launch_config(settings, 1, rule, GPU.arch, sms, workspace)
+    assert config.grid_of(1) == config.grid_of(3) == grid
+    assert config.counter_bytes == 4 * counters
+    assert config.partial_bytes <= workspace
 
 
 def test_a_small_workspace_has_fewer_warps() -> None:

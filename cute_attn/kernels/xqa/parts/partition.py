@@ -214,13 +214,18 @@ class Partition:
         unit = passed * self.unit_step + self.first_unit
         return of._replace(unit=unit, start=before + passed * length + self.lead(share))
 
+    @property
+    def lengths_in_flight(self) -> int:
+        """Lengths that a lane loads at once."""
+        return 4
+
     @cute.jit
     def costs(self) -> Costs:
         """The costs of all requests: lane l sums those of a run of them."""
         p, lane = self.p, cute.arch.thread_idx()[0] & 31
         run = (p.batch + 31) >> 5
         own, longest = Int32(0), Int32(0)
-        for i in cutlass.range(0, run, unroll=4):
+        for i in cutlass.range(0, run, unroll=self.lengths_in_flight):
             cost = self.cost(lane * run + i)
             own, longest = own + cost, ptx.maximum(longest, cost)
         reach = own
@@ -238,7 +243,7 @@ class Partition:
         holder = ptx.minimum(ended, Int32(31))
         before = ptx.shuffle_from(reach - costs.own, holder)
         index, passed = ptx.select(run == 1, ended, holder * run), before
-        for i in cutlass.range(0, ptx.select(run == 1, Int32(0), run), unroll=4):
+        for i in cutlass.range(0, ptx.select(run == 1, Int32(0), run), unroll=self.lengths_in_flight):
             passed = passed + self.cost(holder * run + i)
             behind = passed <= share.begin
             index = index + ptx.flag(behind)
@@ -440,6 +445,11 @@ class ClusterShares(EvenPartition):
     def number(self) -> Int32:
         return cute.arch.block_idx()[1] // self.spec.cluster_size
 
+    @property
+    def lengths_in_flight(self) -> int:
+        """One: clusters are for few requests."""
+        return 1
+
     def spare(self, size: Int32) -> Int32:
         """Two rounds of the warps of a cluster."""
         return Int32(2 * self.spec.teams * self.spec.cluster_size)
@@ -450,23 +460,27 @@ class ClusterShares(EvenPartition):
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
         """As `Partition` finds it; of one request alone, its length says all."""
-        nothing = Int32(0)
-        share = Share(nothing, nothing, nothing, nothing)
-        segment = Segment(nothing, nothing, nothing, nothing, Request(nothing, nothing, nothing, nothing, nothing))
-        if self.p.batch == 1:
-            first_page, request = self.first_page_and_request(nothing)
-            units = self.p.units_per_cta_group
-            share = self.of_lengths(units * (request.tiles + self.p.overhead), request.tiles)
-            last = units * self.length(request, share) - 1  # queries of an idle cluster are those of another, too
-            begun = share._replace(begin=ptx.minimum(share.begin, last))
-            segment = self.located(begun, nothing, Segment(nothing, nothing, nothing, first_page, request))
+        p, none = self.p, Int32(0)
+        units, one = p.units_per_cta_group, p.batch == 1
+        total, longest, costs = none, none, Costs(none, none, none, none)
+        first_page, request = none, Request(none, none, none, none, none)
+        if one:
+            first_page, request = self.first_page_and_request(none)
+            total, longest = units * (request.tiles + p.overhead), request.tiles
         else:
-            share, segment = EvenPartition.first_segment(self)
-        return share, segment
-
-    def share(self, costs: Costs) -> Share:
-        longest = ptx.divide(ptx.warp_maximum(costs.longest), self.p.units_per_cta_group) - self.p.overhead
-        return self.of_lengths(ptx.shuffle_from(costs.reach, Int32(31)), longest)
+            costs = self.costs()
+            total = ptx.shuffle_from(costs.reach, Int32(31))
+            longest = ptx.divide(ptx.warp_maximum(costs.longest), units) - p.overhead
+        share = self.of_lengths(total, longest)
+        index, before, begin = none, none, share.begin
+        if one:
+            # Queries of an idle cluster are those of the last segment: they exist.
+            begin = ptx.minimum(begin, units * self.length(request, share) - 1)
+        else:
+            index, before = self.find(costs, share)
+            first_page, request = self.first_page_and_request(index)
+        begun = share._replace(begin=begin)
+        return share, self.located(begun, before, Segment(index, none, none, first_page, request))
 
     def of_lengths(self, total: Int32, longest: Int32) -> Share:
         """The share of a sequence of `total` positions whose longest segment has `longest` tiles."""

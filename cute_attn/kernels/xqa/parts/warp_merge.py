@@ -13,7 +13,7 @@ from cute_attn.kernels.blocks.smem_map import BARRIER_BYTES
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.formats import Format
-from cute_attn.kernels.xqa.parts.merge import VECTOR_WIDTH, Merge, SoftmaxState, merge_states
+from cute_attn.kernels.xqa.parts.merge import VECTOR_WIDTH, Merge, Parts, SoftmaxState, merge_states
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.softmax import reduce_column
 from cute_attn.kernels.xqa.smem import INBOX_BARRIERS, XqaMemory
@@ -226,7 +226,7 @@ class ClusterMerge(WarpMerge):
     def enter(self, split: KvSplit) -> None:
         """Wait for the other CTAs: nothing may be sent to one that has not opened its inbox. Before all but the first
         segment tell them that the inbox is free again."""
-        if self.turn == 0:
+        if ptx.opaque(self.turn) == 0:  # or the loop over segments would be compiled twice
             cluster.wait()
         else:
             cta = cute.arch.thread_idx()[0]
@@ -257,6 +257,14 @@ class ClusterMerge(WarpMerge):
     def freed_barrier(self, turn: Int32) -> Int32:
         """Offset of the barrier by which CTAs tell that they have read what they received for segment `turn`."""
         return self.memory.inbox_barriers + BARRIER_BYTES * (1 + (turn & 1))
+
+    @cute.jit
+    def merge_splits(self, rows: PackedRows, first: Int32, count: Int32) -> None:
+        """Count this CTA as done with its slice, one of `count`. The last merges all: they are too few for groups."""
+        counter = self.counter_address(first)
+        if self.arrive(counter) == count - 1:
+            self.reset(counter)
+            self.merge_partials(rows, Parts(first, Int32(0), count, Int32(0)), False)
 
     # --- places -----------------------------------------------------------------------------------------------------
 
