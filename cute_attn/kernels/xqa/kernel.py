@@ -286,11 +286,12 @@ class XqaProgram(GridProgram):
         are to be copied early."""
         # By lengths that may change, with `q_len` queries per request.
         partition = make_partition(self.spec, p._replace(q_indptr=Int64(0)), isa.load_early_if)
-        share, segment = early_segment(partition, p)
+        seen = partition.seen()
+        share, segment = early_segment(partition.found(seen), p)
         early = None
         if self.spec.prefetch == "smem":
             kv = bounded(self.paged_kv(p, segment), segment, isa.load_early_if)
-            early = EarlyTiles(share, segment, self.first_page_ids(kv, self.warp_tiles(p, segment, share)))
+            early = EarlyTiles(seen, share, segment, self.first_page_ids(kv, self.warp_tiles(p, segment, share)))
         KeysAhead(self.spec, self.team, p).fetch(partition.first_keys(segment, share, self.spec.prefetch_keys))
         return early
 
@@ -306,19 +307,23 @@ class XqaProgram(GridProgram):
     def start_early(self, p: Any, query_rows: QueryRows, early: EarlyTiles) -> Start:
         """Copy the first tiles from where they were before the preceding kernel ended, and read meanwhile what told
         so: lengths, and the same entries of the page table. Only where these have changed, all is done once more."""
-        words = query_rows.load(early.segment)
-        tiles = self.warp_tiles(p, early.segment, early.share)
-        kv = bounded(self.paged_kv(p, early.segment), early.segment, ptx.load_word_if)
+        partition, share, segment = make_partition(self.spec, p), early.share, early.segment
+        seen, words = partition.seen(), query_rows.load(segment)
+        tiles = self.warp_tiles(p, segment, share)
+        kv = bounded(self.paged_kv(p, segment), segment, ptx.load_word_if)
         token_pages = self.first_page_ids(kv, tiles)
         self.copy_first_tiles(kv, tiles, early.token_pages)
-        share, segment = make_partition(self.spec, p).first_segment()
         following = token_pages[-1]
-        if early.has_other_queries(segment):
-            words = query_rows.load(segment)
-        if early.has_other_tiles(share, segment, token_pages):
+        windows = isa.all_of([p.q_indptr != Int64(0), p.window_left < p.capacity])  # begin where the queries do
+        if cutlass.or_(early.have_changed(seen, token_pages), windows):
             ptx.cp_async_wait(0)
             ptx.sync_warp()
+            share, segment = partition.found(seen)
+            words = query_rows.load(segment)
             following = self.load_prologue(p, segment, share)
+        elif p.q_indptr != Int64(0):
+            segment = segment._replace(request=partition.request(segment.index))
+            words = query_rows.load(segment)
         return Start(share, segment, words, following)
 
     def load_prologue(self, p: Any, segment: Segment, share: Share) -> TokenPages:

@@ -133,6 +133,8 @@ class XqaSpec(DecodeSpec):
             or self.work in ("shares", "whole"),
             f"prefetch must be one of {get_args(Prefetch)}": self.prefetch in get_args(Prefetch),
             "what is prefetched must be keys": (self.prefetch == "none") == (self.prefetch_keys == 0),
+            "tiles are copied early where few lengths tell which": self.prefetch != "smem"
+            or self.work not in ("shares", "even"),
             "keys with block scales are not prefetched": self.prefetch == "none" or self.kv_bits > 4,
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
         }

@@ -12,6 +12,7 @@ The grid is [CTA groups, shares of a group]. All groups have equal sequences, so
 read the same tokens of different heads at the same time: those lie side by side in the cache and share lines of L2.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -117,12 +118,18 @@ class Partition:
         units = self.spec.heads
         return self.cta_group if units == 1 else self.cta_group * units + warp_index()
 
-    @cute.jit
     def request(self, index: Int32) -> Request:
+        return self.request_of(index, self.kv_len(index))
+
+    def kv_len(self, index: Int32) -> Int32:
+        p = self.p
+        kv_len = self.load(isa.less_unsigned(index, p.batch), p.seq_lens + Int64(index) * Int64(4), 0)
+        return ptx.maximum(ptx.minimum(kv_len, p.capacity), Int32(0))  # never past the row of the page table
+
+    @cute.jit
+    def request_of(self, index: Int32, kv_len: Int32) -> Request:
         p, cols = self.p, self.spec.cols
         exists = isa.less_unsigned(index, p.batch)
-        kv_len = self.load(exists, p.seq_lens + Int64(index) * Int64(4), 0)
-        kv_len = ptx.maximum(ptx.minimum(kv_len, p.capacity), Int32(0))  # never past the row of the page table
         qo_start, qo_len = index * p.q_len, ptx.select(exists, p.q_len, Int32(0))
         if p.q_indptr != Int64(0):
             bounds = p.q_indptr + Int64(index) * Int64(4)
@@ -185,39 +192,33 @@ class Partition:
         end = ptx.select(self.launched_before < p.resident, end, Int32(0))
         return FirstKeys(segment.first_page, self.head(segment.unit), begin, end)
 
-    def first_page_and_request(self, index: Int32) -> tuple[Int32, Request]:
-        """In flight together: ptxas waits for the length before the branch to the second load."""
-        return self.first_page(index), self.request(index)
-
     def cost(self, index: Int32) -> Int32:
         """Number of positions that a request takes in the sequence of the CTA group."""
         cost = (self.request(index).tiles + self.p.overhead) * self.p.units_per_cta_group
         return ptx.select(index < self.p.batch, cost, Int32(0))
 
-    @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
         """This CTA's share, and the segment in which it begins. Every warp computes both on its own."""
+        return self.found(self.seen())
+
+    def seen(self) -> list[Int32]:
+        """What tells the share of a few requests: each lane reads its own part of it, all at once."""
+        return []
+
+    @cute.jit
+    def found(self, seen: list[Int32]) -> tuple[Share, Segment]:
+        """The share and the segment, by what was `seen`."""
+        p = self.p
         costs = self.costs()
         share = self.share(costs)
         index, before = self.find(costs, share)
         request, first_page = self.request(index), self.first_page(index)
-        return share, self.located(share, before, Segment(index, Int32(0), Int32(0), first_page, request))
-
-    @cute.jit
-    def located(self, share: Share, before: Int32, of: Segment) -> Segment:
-        """The segment in which a share begins, `of` whose request is known; those of the request begin at position
-        `before`."""
-        length = self.length(of.request, share)
+        length = self.length(request, share)
         passed = Int32(0)
-        if self.p.units_per_cta_group > 1:
+        if p.units_per_cta_group > 1:
             passed = ptx.divide(share.begin - before, length)
         unit = passed * self.unit_step + self.first_unit
-        return of._replace(unit=unit, start=before + passed * length + self.lead(share))
-
-    @property
-    def lengths_in_flight(self) -> int:
-        """Lengths that a lane loads at once."""
-        return 4
+        return share, Segment(index, unit, before + passed * length + p.overhead, first_page, request)
 
     @cute.jit
     def costs(self) -> Costs:
@@ -225,14 +226,18 @@ class Partition:
         p, lane = self.p, cute.arch.thread_idx()[0] & 31
         run = (p.batch + 31) >> 5
         own, longest = Int32(0), Int32(0)
-        for i in cutlass.range(0, run, unroll=self.lengths_in_flight):
+        for i in cutlass.range(0, run, unroll=4):
             cost = self.cost(lane * run + i)
             own, longest = own + cost, ptx.maximum(longest, cost)
-        reach = own
-        for delta in cutlass.range_constexpr(5):
+        return Costs(run, own, self.reach(own), longest)
+
+    def reach(self, own: Int32) -> Int32:
+        """Sum of the numbers of this lane and all lanes before it."""
+        lane, reach = cute.arch.thread_idx()[0] & 31, own
+        for delta in range(5):
             other = ptx.shuffle_up(reach, 1 << delta)
             reach = reach + ptx.select(lane >= 1 << delta, other, Int32(0))
-        return Costs(run, own, reach, longest)
+        return reach
 
     @cute.jit
     def find(self, costs: Costs, share: Share) -> tuple[Int32, Int32]:
@@ -243,7 +248,7 @@ class Partition:
         holder = ptx.minimum(ended, Int32(31))
         before = ptx.shuffle_from(reach - costs.own, holder)
         index, passed = ptx.select(run == 1, ended, holder * run), before
-        for i in cutlass.range(0, ptx.select(run == 1, Int32(0), run), unroll=self.lengths_in_flight):
+        for i in cutlass.range(0, ptx.select(run == 1, Int32(0), run), unroll=4):
             passed = passed + self.cost(holder * run + i)
             behind = passed <= share.begin
             index = index + ptx.flag(behind)
@@ -413,10 +418,14 @@ class WholeSegments(Partition):
     def prefetch_lengths(self) -> None:
         self.prefetch_request(self.index)
 
-    @cute.jit
-    def first_segment(self) -> tuple[Share, Segment]:
+    def seen(self) -> list[Int32]:
+        """In flight together: ptxas waits for the length before the branch to a load of the page."""
+        return [self.first_page(self.index), self.kv_len(self.index)]
+
+    def found(self, seen: list[Int32]) -> tuple[Share, Segment]:
         """The only segment of this warp, and a share that is its own."""
-        first_page, request = self.first_page_and_request(self.index)
+        first_page, kv_len = seen
+        request = self.request_of(self.index, kv_len)
         positions = request.tiles + self.p.overhead
         segment = Segment(self.index, self.first_unit, self.p.overhead, first_page, request)
         return Share(Int32(0), positions, positions), segment
@@ -426,13 +435,19 @@ class WholeSegments(Partition):
         return segment._replace(start=self.next_start(segment, share))
 
 
+LANE_REQUESTS = 2
+
+
 @dataclass(frozen=True)
 class ClusterShares(EvenPartition):
     """Partition whose shares are those of clusters of CTAs: they divide a share's tiles of a segment equally, and merge
     their results in shared memory.
 
     Shares are whole segments or equal parts of segments, of at least `min_share` tiles, where the largest one is then
-    at most `spare` positions longer than equal shares. Such segments have no positions but those of tiles.
+    at most `spare` positions longer than equal shares. Such segments have no positions but those of tiles, and their
+    order alone tells the first one of a share.
+
+    A launch has at most `LANE_REQUESTS` requests for each lane of a warp, which reads all lengths at once.
     """
 
     spec: XqaSpec
@@ -445,11 +460,6 @@ class ClusterShares(EvenPartition):
     def number(self) -> Int32:
         return cute.arch.block_idx()[1] // self.spec.cluster_size
 
-    @property
-    def lengths_in_flight(self) -> int:
-        """One: clusters are for few requests."""
-        return 1
-
     def spare(self, size: Int32) -> Int32:
         """Two rounds of the warps of a cluster."""
         return Int32(2 * self.spec.teams * self.spec.cluster_size)
@@ -457,43 +467,76 @@ class ClusterShares(EvenPartition):
     def prefetch_lengths(self) -> None:
         self.prefetch_request(Int32(0))
 
-    @cute.jit
-    def first_segment(self) -> tuple[Share, Segment]:
-        """As `Partition` finds it; of one request alone, its length says all."""
-        p, none = self.p, Int32(0)
-        units, one = p.units_per_cta_group, p.batch == 1
-        total, longest, costs = none, none, Costs(none, none, none, none)
-        first_page, request = none, Request(none, none, none, none, none)
-        if one:
-            first_page, request = self.first_page_and_request(none)
-            total, longest = units * (request.tiles + p.overhead), request.tiles
-        else:
-            costs = self.costs()
-            total = ptx.shuffle_from(costs.reach, Int32(31))
-            longest = ptx.divide(ptx.warp_maximum(costs.longest), units) - p.overhead
-        share = self.of_lengths(total, longest)
-        index, before, begin = none, none, share.begin
-        if one:
-            # Queries of an idle cluster are those of the last segment: they exist.
-            begin = ptx.minimum(begin, units * self.length(request, share) - 1)
-        else:
-            index, before = self.find(costs, share)
-            first_page, request = self.first_page_and_request(index)
-        begun = share._replace(begin=begin)
-        return share, self.located(begun, before, Segment(index, none, none, first_page, request))
+    def indices(self) -> list[Int32]:
+        """The requests whose lengths this lane reads."""
+        lane = cute.arch.thread_idx()[0] & 31
+        return [lane * LANE_REQUESTS + i for i in range(LANE_REQUESTS)]
 
-    def of_lengths(self, total: Int32, longest: Int32) -> Share:
-        """The share of a sequence of `total` positions whose longest segment has `longest` tiles."""
-        p, shares = self.p, self.shares
-        segments = ptx.maximum(p.batch * p.units_per_cta_group, Int32(1))
+    def seen(self) -> list[Int32]:
+        """First pages, then lengths of this lane's requests."""
+        pages = [self.first_page(index) for index in self.indices()]
+        return pages + [self.kv_len(index) for index in self.indices()]
+
+    @cute.jit
+    def found(self, seen: list[Int32]) -> tuple[Share, Segment]:
+        p = self.p
+        pages, lengths = seen[:LANE_REQUESTS], seen[LANE_REQUESTS:]
+        tiles = [self.request_of(i, length).tiles for i, length in zip(self.indices(), lengths, strict=True)]
+        costs = [
+            ptx.select(i < p.batch, (n + p.overhead) * p.units_per_cta_group, Int32(0))
+            for i, n in zip(self.indices(), tiles, strict=True)
+        ]
+        segments = p.batch * p.units_per_cta_group
+        count = self.per_share(segments + self.shares - 1)  # segments of a share
+        parts = ptx.maximum(ptx.divide(self.shares, ptx.maximum(segments, Int32(1))), Int32(1))  # of a segment
+        longest = ptx.warp_maximum(functools.reduce(ptx.maximum, tiles))
+        share = self.share_of_lengths(ptx.warp_sum(sum(costs[1:], costs[0])), longest, count, parts)
+        passed = ptx.divide(self.number * count, parts)  # segments before the share
+        index = ptx.divide(passed, p.units_per_cta_group)
+        passed, before = passed - index * p.units_per_cta_group, index * (share.pitch * p.units_per_cta_group)
+        if share.pitch == 0:
+            index, before = self.find_among(costs, share)
+        request = self.request_of(index, self.held(lengths, index))
+        length = self.length(request, share)
+        if isa.all_of([share.pitch == 0, p.units_per_cta_group > 1]):
+            passed = ptx.divide(share.begin - before, length)
+        start = before + passed * length + self.lead(share)
+        unit = passed * self.unit_step + self.first_unit
+        return share, Segment(index, unit, start, self.held(pages, index), request)
+
+    def held(self, words: list[Int32], index: Int32) -> Int32:
+        """The word of a request, of which each lane holds its own."""
+        holder = index // LANE_REQUESTS
+        held = [ptx.shuffle_from(word, holder) for word in words]
+        return functools.reduce(
+            lambda word, i: ptx.select(index - holder * LANE_REQUESTS == i, held[i], word), range(1, len(held)), held[0]
+        )
+
+    def find_among(self, costs: list[Int32], share: Share) -> tuple[Int32, Int32]:
+        """The request in which a share begins, and its first position, by the costs of this lane's requests."""
+        own = sum(costs[1:], costs[0])
+        reach = self.reach(own)
+        ended = ptx.count_ones(isa.ballot(reach <= share.begin))
+        before, index = ptx.shuffle_from(reach - own, ended), ended * LANE_REQUESTS
+        for cost in costs[:-1]:
+            following = before + ptx.shuffle_from(cost, ended)
+            behind = following <= share.begin
+            index, before = index + ptx.flag(behind), ptx.select(behind, following, before)
+        return ptx.select(ended == 32, self.p.batch, index), before
+
+    def share_of_lengths(self, total: Int32, longest: Int32, count: Int32, parts: Int32) -> Share:
+        """The share of a sequence of `total` positions whose longest segment has `longest` tiles: `count` segments, or
+        one of `parts` of a segment, where these are about even."""
+        p = self.p
         equal = self.equal_share(total)
-        count = self.per_share(segments + shares - 1)  # segments of a share
-        parts = ptx.maximum(ptx.divide(shares, segments), Int32(1))  # of a segment
-        part = ptx.maximum(ptx.divide(longest + parts - 1, parts), p.min_share)
+        # Rounded up by a multiplication: `parts` is known before the lengths.
+        divisor = Divisor(parts, ptx.divide(Int32(-1), parts) + 1, Int32(0))
+        part = ptx.maximum(divisor.quotient(longest + parts - 1), p.min_share)
         cost = count * (ptx.minimum(part, longest) + p.overhead)
         even = cost <= equal.size + self.spare(equal.size)
         size, pitch = ptx.select(even, count * part, equal.size), ptx.select(even, parts * part, Int32(0))
-        return self.share_of(self.number, ptx.select(even, segments * pitch, total), size, pitch)
+        total = ptx.select(even, p.batch * p.units_per_cta_group * pitch, total)
+        return self.share_of(self.number, total, size, pitch)
 
     def lead(self, share: Share) -> Int32:
         return ptx.select(share.pitch > 0, Int32(0), self.p.overhead)

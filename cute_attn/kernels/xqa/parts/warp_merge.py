@@ -13,7 +13,7 @@ from cute_attn.kernels.blocks.smem_map import BARRIER_BYTES
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.formats import Format
-from cute_attn.kernels.xqa.parts.merge import VECTOR_WIDTH, Merge, Parts, SoftmaxState, merge_states
+from cute_attn.kernels.xqa.parts.merge import VECTOR_WIDTH, Merge, SoftmaxState, merge_states
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.softmax import reduce_column
 from cute_attn.kernels.xqa.smem import INBOX_BARRIERS, XqaMemory
@@ -212,6 +212,7 @@ class EvenMerge(HeadMerge):
 
 
 SENT_BYTES = 16 + 8  # of a vector and its statistics
+SLICES = 4  # of as many clusters, that a thread loads at once
 
 
 @dataclass(frozen=True)
@@ -260,11 +261,22 @@ class ClusterMerge(WarpMerge):
 
     @cute.jit
     def merge_splits(self, rows: PackedRows, first: Int32, count: Int32) -> None:
-        """Count this CTA as done with its slice, one of `count`. The last merges all: they are too few for groups."""
+        """Count this CTA as done with its slice, one of `count`. The last merges all, of which it loads several at
+        once: they are too few for groups."""
         counter = self.counter_address(first)
         if self.arrive(counter) == count - 1:
             self.reset(counter)
-            self.merge_partials(rows, Parts(first, Int32(0), count, Int32(0)), False)
+            begin, end = self.vectors(rows)
+            for item in cutlass.range(begin + cute.arch.thread_idx()[0], end, self.column_threads, unroll=1):
+                row, dim = self.row_and_dim(item)
+                if self.has_columns(dim):
+                    state = SoftmaxState.empty(VECTOR_WIDTH)
+                    for start in cutlass.range(0, count, SLICES, unroll=1):
+                        numbers = [start + i for i in range(SLICES)]
+                        slices = [(self.partial_of(first + n, n), n < count) for n in numbers]
+                        loaded = [self.load_partial(partial, exists, row, dim) for partial, exists in slices]
+                        state = merge_states([state, *loaded])
+                    self.store(rows, row, dim, state)
 
     # --- places -----------------------------------------------------------------------------------------------------
 
