@@ -14,6 +14,7 @@ from cute_attn.runtime.spec import KernelSpec
 # segment for every CTA, or for every warp as before.
 Work = Literal["shares", "even", "whole", "heads", "cluster"]
 WHOLE = ("whole", "heads")  # cut no segment
+CLUSTER_REQUESTS = 64  # of a launch of clusters, at most
 LONE_WARPS = ("even", "heads")  # whose warps have a unit each
 # Where a CTA's first keys are fetched to before the preceding kernel has ended (`parts.ahead`); to shared memory, where
 # they were before that, as soon as it has ended.

@@ -10,7 +10,7 @@ from cute_attn.kernels.host.params import Fields, divisor, magic
 from cute_attn.kernels.host.prepared import Grid
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
-from cute_attn.kernels.xqa.spec import DecodeSpec, XqaSpec
+from cute_attn.kernels.xqa.spec import CLUSTER_REQUESTS, DecodeSpec, XqaSpec
 from cute_attn.kernels.xqa.tiles import Rings, Shape
 from cute_attn.kernels.xqa.umma import tiles as umma_tiles
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
@@ -25,6 +25,7 @@ MAX_IDLE = 1 / 32  # of all CTAs
 # none, and a cluster that has to wait for another costs more than SMs without one (131072 keys of 8 kv heads, 16
 # clusters of 8, H100: 16 %).
 CLUSTERED = 3 / 4
+SPARE = 4  # rounds of a cluster's warps by which its share may exceed equal shares, so that no segment is cut
 MAX_GRID_Z = 65535  # CTAs along the third axis of a grid: requests of which each has some of its own
 
 
@@ -79,7 +80,8 @@ class LaunchConfig(NamedTuple):
     ctas: int = 0  # CTAs of the grid, and some that are idle, that may leave partial results
     partial_bytes: int = 0  # 0 for one CTA, which leaves no partial results
     min_share: int = 1  # tiles of a CTA
-    dealt: int = 0  # positions of a segment that CTAs take whole, see `parts.tickets`
+    # Positions of a segment that CTAs take whole, see `parts.tickets`; by which shares of clusters may be unequal.
+    dealt: int = 0
 
     @property
     def counter_bytes(self) -> int:
@@ -87,6 +89,8 @@ class LaunchConfig(NamedTuple):
 
     def grid_of(self, batch_size: int) -> Grid:
         """Returns the grid of a launch of `batch_size` requests."""
+        if self.spec.work == "cluster" and batch_size > CLUSTER_REQUESTS:
+            raise ValueError(f"clusters read the lengths of at most {CLUSTER_REQUESTS} requests, got {batch_size}")
         return (*self.grid[:2], batch_size) if self.spec.whole else self.grid
 
     @property
@@ -147,9 +151,8 @@ def shares(
     of_group, ctas = count // groups, count * size
     partial_bytes = 0 if count == 1 else ctas * partial_bytes_per_cta(spec)
     min_share = 1 if count == groups and size == 1 else spec.teams * size
-    return LaunchConfig(
-        spec, qo_len, row_blocks, (groups, of_group * size, 1), ctas, partial_bytes, min_share, tiles.DEALT
-    )
+    grid, dealt = (groups, of_group * size, 1), tiles.DEALT if size == 1 else SPARE * spec.teams * size
+    return LaunchConfig(spec, qo_len, row_blocks, grid, ctas, partial_bytes, min_share, dealt)
 
 
 def partial_bytes_per_cta(spec: DecodeSpec) -> int:

@@ -25,7 +25,7 @@ from cute_attn.kernels.blocks import cluster, ptx
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import warp_index
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.spec import DecodeSpec, XqaSpec
+from cute_attn.kernels.xqa.spec import CLUSTER_REQUESTS, DecodeSpec, XqaSpec
 
 
 class Share(NamedTuple):
@@ -435,7 +435,7 @@ class WholeSegments(Partition):
         return segment._replace(start=self.next_start(segment, share))
 
 
-LANE_REQUESTS = 2
+LANE_REQUESTS = CLUSTER_REQUESTS // 32
 
 
 @dataclass(frozen=True)
@@ -461,8 +461,7 @@ class ClusterShares(EvenPartition):
         return cute.arch.block_idx()[1] // self.spec.cluster_size
 
     def spare(self, size: Int32) -> Int32:
-        """Two rounds of the warps of a cluster."""
-        return Int32(2 * self.spec.teams * self.spec.cluster_size)
+        return self.p.dealt
 
     def prefetch_lengths(self) -> None:
         self.prefetch_request(Int32(0))
