@@ -12,7 +12,6 @@ The grid is [CTA groups, shares of a group]. All groups have equal sequences, so
 read the same tokens of different heads at the same time: those lie side by side in the cache and share lines of L2.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from cute_attn.kernels.blocks import cluster, ptx
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import warp_index
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.spec import CLUSTER_REQUESTS, DecodeSpec, XqaSpec
+from cute_attn.kernels.xqa.spec import DecodeSpec, XqaSpec
 
 
 class Share(NamedTuple):
@@ -435,19 +434,16 @@ class WholeSegments(Partition):
         return segment._replace(start=self.next_start(segment, share))
 
 
-LANE_REQUESTS = CLUSTER_REQUESTS // 32
-
-
 @dataclass(frozen=True)
 class ClusterShares(EvenPartition):
     """Partition whose shares are those of clusters of CTAs: they divide a share's tiles of a segment equally, and merge
     their results in shared memory.
 
     Shares are whole segments or equal parts of segments, of at least `min_share` tiles, where the largest one is then
-    at most `spare` positions longer than equal shares. Such segments have no positions but those of tiles, and their
+    at most `dealt` positions longer than equal shares. Such segments have no positions but those of tiles, and their
     order alone tells the first one of a share.
 
-    A launch has at most `LANE_REQUESTS` requests for each lane of a warp, which reads all lengths at once.
+    A warp reads all lengths at once: each lane those of two requests, or of none.
     """
 
     spec: XqaSpec
@@ -460,26 +456,21 @@ class ClusterShares(EvenPartition):
     def number(self) -> Int32:
         return cute.arch.block_idx()[1] // self.spec.cluster_size
 
-    def spare(self, size: Int32) -> Int32:
-        return self.p.dealt
-
     def prefetch_lengths(self) -> None:
         self.prefetch_request(Int32(0))
 
-    def indices(self) -> list[Int32]:
+    def indices(self) -> tuple[Int32, Int32]:
         """The requests whose lengths this lane reads."""
-        lane = cute.arch.thread_idx()[0] & 31
-        return [lane * LANE_REQUESTS + i for i in range(LANE_REQUESTS)]
+        first = (cute.arch.thread_idx()[0] & 31) * 2
+        return first, first + 1
 
     def seen(self) -> list[Int32]:
-        """First pages, then lengths of this lane's requests."""
-        pages = [self.first_page(index) for index in self.indices()]
-        return pages + [self.kv_len(index) for index in self.indices()]
+        return [read(index) for read in (self.first_page, self.kv_len) for index in self.indices()]
 
     @cute.jit
     def found(self, seen: list[Int32]) -> tuple[Share, Segment]:
         p = self.p
-        pages, lengths = seen[:LANE_REQUESTS], seen[LANE_REQUESTS:]
+        pages, lengths = seen[:2], seen[2:]
         tiles = [self.request_of(i, length).tiles for i, length in zip(self.indices(), lengths, strict=True)]
         costs = [
             ptx.select(i < p.batch, (n + p.overhead) * p.units_per_cta_group, Int32(0))
@@ -488,8 +479,8 @@ class ClusterShares(EvenPartition):
         segments = p.batch * p.units_per_cta_group
         count = self.per_share(segments + self.shares - 1)  # segments of a share
         parts = ptx.maximum(ptx.divide(self.shares, ptx.maximum(segments, Int32(1))), Int32(1))  # of a segment
-        longest = ptx.warp_maximum(functools.reduce(ptx.maximum, tiles))
-        share = self.share_of_lengths(ptx.warp_sum(sum(costs[1:], costs[0])), longest, count, parts)
+        longest = ptx.warp_maximum(ptx.maximum(*tiles))
+        share = self.share_of_lengths(ptx.warp_sum(costs[0] + costs[1]), longest, count, parts)
         passed = ptx.divide(self.number * count, parts)  # segments before the share
         index = ptx.divide(passed, p.units_per_cta_group)
         passed, before = passed - index * p.units_per_cta_group, index * (share.pitch * p.units_per_cta_group)
@@ -504,24 +495,19 @@ class ClusterShares(EvenPartition):
         return share, Segment(index, unit, start, self.held(pages, index), request)
 
     def held(self, words: list[Int32], index: Int32) -> Int32:
-        """The word of a request, of which each lane holds its own."""
-        holder = index // LANE_REQUESTS
-        held = [ptx.shuffle_from(word, holder) for word in words]
-        return functools.reduce(
-            lambda word, i: ptx.select(index - holder * LANE_REQUESTS == i, held[i], word), range(1, len(held)), held[0]
-        )
+        """The word of a request, of those that all lanes hold."""
+        even, odd = (ptx.shuffle_from(word, index >> 1) for word in words)
+        return ptx.select((index & 1) == 0, even, odd)
 
     def find_among(self, costs: list[Int32], share: Share) -> tuple[Int32, Int32]:
         """The request in which a share begins, and its first position, by the costs of this lane's requests."""
-        own = sum(costs[1:], costs[0])
+        own = costs[0] + costs[1]
         reach = self.reach(own)
         ended = ptx.count_ones(isa.ballot(reach <= share.begin))
-        before, index = ptx.shuffle_from(reach - own, ended), ended * LANE_REQUESTS
-        for cost in costs[:-1]:
-            following = before + ptx.shuffle_from(cost, ended)
-            behind = following <= share.begin
-            index, before = index + ptx.flag(behind), ptx.select(behind, following, before)
-        return ptx.select(ended == 32, self.p.batch, index), before
+        before = ptx.shuffle_from(reach - own, ended)
+        following = before + ptx.shuffle_from(costs[0], ended)
+        behind = following <= share.begin
+        return ended * 2 + ptx.flag(behind), ptx.select(behind, following, before)
 
     def share_of_lengths(self, total: Int32, longest: Int32, count: Int32, parts: Int32) -> Share:
         """The share of a sequence of `total` positions whose longest segment has `longest` tiles: `count` segments, or
@@ -532,7 +518,7 @@ class ClusterShares(EvenPartition):
         divisor = Divisor(parts, ptx.divide(Int32(-1), parts) + 1, Int32(0))
         part = ptx.maximum(divisor.quotient(longest + parts - 1), p.min_share)
         cost = count * (ptx.minimum(part, longest) + p.overhead)
-        even = cost <= equal.size + self.spare(equal.size)
+        even = cost <= equal.size + p.dealt
         size, pitch = ptx.select(even, count * part, equal.size), ptx.select(even, parts * part, Int32(0))
         total = ptx.select(even, p.batch * p.units_per_cta_group * pitch, total)
         return self.share_of(self.number, total, size, pitch)
