@@ -292,7 +292,9 @@ def test_clusters_have_as_many_ctas_as_run_at_a_time(
     settings = even_settings(BF16, 8)
     rule = Rule((tiles.Ring(4, 3, 1, 8192).in_clusters(size),), {})
     config = launch_config(settings, 1, rule, GPU.arch, sms, workspace)
-    assert config.grid_of(1) == config.grid_of(3) == grid
+    assert config.grid_of(1) == config.grid_of(64) == grid
+    with pytest.raises(ValueError, match="at most 64 requests, got 65"):
+        config.grid_of(65)
     assert config.counter_bytes == 4 * counters
     assert config.partial_bytes <= workspace
 
@@ -321,6 +323,8 @@ def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
         ("they alone", {"work": "cluster"}),
         ("they alone", {"work": "whole", "cluster_size": 2}),
         ("work must be one of", {"work": "warps"}),
+        ("copied early", {"prefetch": "smem", "prefetch_keys": 16}),
+        ("copied early", {"work": "even", "prefetch": "smem", "prefetch_keys": 16}),
         ("must be keys", {"prefetch": "l2"}),
         ("must be keys", {"prefetch_keys": 16}),
         ("block scales", {"kv_dtype": "nvfp4", "prefetch": "l2", "prefetch_keys": 16}),
