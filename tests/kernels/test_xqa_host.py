@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,17 +16,14 @@ from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import prepared, variant
-from cute_attn.kernels.xqa.host.family import FAMILY, DecodeRun, rule_of_batch
+from cute_attn.kernels.xqa.host.family import FAMILY, DecodeRun
 from cute_attn.kernels.xqa.host.variant import launch_config
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec, is_head_dim
 from cute_attn.problem import (
     UNLIMITED,
-    BatchLengths,
-    BatchLimits,
     DecodeProblem,
     Features,
-    GraphLimits,
     Scratch,
     Settings,
 )
@@ -82,21 +78,19 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("kv_len", "graph", "cluster", "keys"),
+    ("num_kv_heads", "requests", "size", "prefetch"),
     [
-        (2048, False, 8, 64),
-        (4099, False, 8, 64),
-        (4100, False, 6, 16),
-        (1 << 17, False, 6, 16),
-        (2048, True, 6, 16),
+        *((1, 1, 8, "smem"), (8, 1, 6, "smem"), (9, 1, 8, "none"), (1, 2, 8, "none"), (4, 3, 8, "none")),
+        *((4, 4, 6, "none"), (4, 16, 2, "none"), (1, 64, 2, "none"), (1, 65, 1, "l2")),
     ],
 )
-def test_clusters_of_one_request_of_eight_kv_heads(kv_len: int, graph: bool, cluster: int, keys: int) -> None:
-    settings = even_settings(BF16, 8)
-    lengths = BatchLengths(np.array([0, 1]), np.array([0]), np.array([kv_len]))
-    limits = BatchLimits(0, max_qo_len=1, graph=GraphLimits(1, 1, 1 << 20) if graph else None, keeps_address=graph)
-    ring, *_ = rule_of_batch(settings, lengths, limits, GPU.arch).value
-    assert (ring.cluster_size, ring.prefetch_keys) == (cluster, keys)
+@pytest.mark.parametrize("keys", [None, 600])
+def test_few_segments_have_clusters_whatever_their_keys(
+    num_kv_heads: int, requests: int, size: int, prefetch: str, keys: int | None
+) -> None:
+    settings = even_settings(BF16, num_kv_heads)
+    ring, *_ = variant.rule_of(settings.features, GPU.arch, variant.shape_of(requests, settings, 1, keys)).value
+    assert (ring.cluster_size, ring.prefetch) == (size, prefetch)
 
 
 def decode_problem(**changes: Any) -> DecodeProblem:
@@ -210,14 +204,14 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, la
         *(
             (64, 0, 33, (2, "whole", "smem")),
             (64, 127, 256, (2, "heads", "none")),
-            (64, 143, 8, (4, "cluster", "smem")),
+            (64, 143, 8, (8, "cluster", "none")),
         ),
         *(
             (128, 142, 16, (4, "whole", "none")),
-            (128, 143, 1, (4, "cluster", "none")),
+            (128, 143, 1, (4, "cluster", "smem")),
             (128, 143, 16, (8, "whole", "l2")),
             (128, 143, 17, (4, "whole", "none")),
-            (128, 511, 8, (4, "cluster", "smem")),
+            (128, 511, 8, (8, "cluster", "none")),
         ),
         *(
             (128, 510, 255, (4, "whole", "none")),

@@ -25,7 +25,7 @@ MAX_IDLE = 1 / 32  # of all CTAs
 # none, and a cluster that has to wait for another costs more than SMs without one (131072 keys of 8 kv heads, 16
 # clusters of 8, H100: 16 %).
 CLUSTERED = 3 / 4
-SPARE = 4  # rounds of a cluster's warps by which its share may exceed equal shares, so that no segment is cut
+SPARE = 8  # rounds of a cluster's warps by which its share may exceed equal shares, so that no segment is cut
 MAX_GRID_Z = 65535  # CTAs along the third axis of a grid: requests of which each has some of its own
 
 

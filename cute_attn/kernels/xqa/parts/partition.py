@@ -517,6 +517,7 @@ class ClusterShares(EvenPartition):
         # Rounded up by a multiplication: `parts` is known before the lengths.
         divisor = Divisor(parts, ptx.divide(Int32(-1), parts) + 1, Int32(0))
         part = ptx.maximum(divisor.quotient(longest + parts - 1), p.min_share)
+        part = ptx.select(longest - part <= 2 * p.min_share, ptx.maximum(longest, Int32(1)), part)  # a cut takes longer
         cost = count * (ptx.minimum(part, longest) + p.overhead)
         even = cost <= equal.size + p.dealt
         size, pitch = ptx.select(even, count * part, equal.size), ptx.select(even, parts * part, Int32(0))
