@@ -30,7 +30,7 @@ class Load(NamedTuple):
     """What selection knows of the size of a problem beside its features; by default nothing."""
 
     rows: int | None = None  # packed query rows per request (qo_len x heads per kv head); None: not known
-    whole: bool = False  # whether a CTA or a cluster has a segment for itself on Hopper, whatever the lengths are
+    whole: bool = False  # whether XQA has clusters, or a CTA for each segment, on Hopper, whatever the lengths are
 
 
 UNKNOWN_LOAD = Load()
@@ -139,12 +139,12 @@ BACKENDS = (  # in the order in which "auto" considers them
             ),
             *_up_to(
                 16,
-                "one request 1.08 to 1.9 times as fast as fa2 (H100), windows of up to 512 keys 1.07 to 2.1 (H200)",
+                "up to 8 segments 1.2 to 1.4 times as fast as fa2, windows of up to 512 keys 1.07 to 2.1 (H200)",
                 **_HOPPER,
                 head_dim=(256,),
                 whole=(True,),
             ),
-            Rule("head dimension {head_dim}, but for one request and short windows", {**_HOPPER, "head_dim": (256,)}),
+            Rule("head dimension {head_dim}, but for few segments and short windows", {**_HOPPER, "head_dim": (256,)}),
             Rule("head dimension {head_dim} in {bits} bits", {}),
         ),
     ),

@@ -10,7 +10,7 @@ from cute_attn import emulator
 from cute_attn.emulator.machine import Schedule
 from cute_attn.kernels.xqa.tiles import Shape
 from tests.emulator.test_xqa import decode
-from tests.support.schedules import KINDS, in_turn
+from tests.support.schedules import KINDS, all_alike, in_turn
 from tests.support.xqa_case import XqaCase, build
 from tests.support.xqa_rules import forced_ring
 
@@ -24,29 +24,18 @@ class Clusters(NamedTuple):
     grid: tuple[int, int]  # CTA groups, CTAs of one
 
 
-# Large pages allow more keys than there are.
 CASES = {
-    "one cluster a unit": Clusters(XqaCase((700,), heads=(8, 2), page_size=8192), 22, "4x3x16x1+1c4a64e", (2, 8)),
+    "unequal segments, several to a cluster": Clusters(
+        XqaCase((300, 0, 70, 9, 1000, 0, 5), heads=(8, 2)), 16, "4x3x16x1c2a64e", (2, 8)
+    ),
+    "equal parts": Clusters(XqaCase((1500, 1400, 0), heads=(8, 2), sinks=True), 32, "4x3x16x1c4", (2, 12)),
     "clusters that leave slices to each other": Clusters(XqaCase((1500,), heads=(8, 2)), 48, "4x3x16x1c6a64e", (2, 18)),
-    "a cluster for each of two segments, and one for both": Clusters(
-        XqaCase((900,), heads=(8, 2)), 33, "4x3x16x1c8", (1, 24)
-    ),
-    "no tiles for most clusters": Clusters(
-        XqaCase((40,), kv="e4m3", heads=(4, 1), page_size=256), 33, "4x2x32x1+1c8a64e", (1, 24)
-    ),
     "no keys": Clusters(XqaCase((0, 0, 0), heads=(4, 1), page_size=256, sinks=True), 33, "4x3x16x1c8", (1, 24)),
     "drafts, padded rows and a request without": Clusters(
         XqaCase((1400, 30, 77), kv="e4m3", heads=(8, 1), head_dim=80, q_len=3, q_lens=(2, 0, 3), mask=True),
         11,
         "4x3x16x1c2a16e",
         (1, 10),
-    ),
-    "equal parts": Clusters(XqaCase((700, 640, 0), heads=(8, 2), sinks=True), 32, "4x3x16x1c4a64e", (2, 12)),
-    "unequal segments, several to a cluster": Clusters(
-        XqaCase((300, 0, 70, 9, 1000, 0, 5), heads=(8, 2)), 16, "4x3x16x1c2a64e", (2, 8)
-    ),
-    "all segments in one cluster": Clusters(
-        XqaCase((300, 0, 70, 9, 500), heads=(8, 2), window_left=400), 11, "4x3x16x1c8a64e", (1, 8)
     ),
     "more requests than lanes": Clusters(XqaCase(tuple(range(40)), kv="e4m3", heads=(4, 1)), 16, "2x3x16x1c4", (1, 12)),
     "two blocks of rows and unequal queries": Clusters(
@@ -55,9 +44,6 @@ CASES = {
         "4x2x32x1c4a16e",
         (4, 4),
     ),
-    "4 bits": Clusters(
-        XqaCase((300, 7, 12, 90), kv="nvfp4", heads=(4, 1), head_dim=64, bmm1_scale=0.001), 11, "4x3x32x1c2", (1, 10)
-    ),
     "wide heads": Clusters(
         XqaCase((400, 90, 300), heads=(16, 1), head_dim=256, window_left=350), 22, "4x3x16x1c4a16e", (2, 8)
     ),
@@ -65,7 +51,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("name", "schedule"), in_turn(CASES, (*KINDS, "lagging"), lambda name: "several" in name))
+@pytest.mark.parametrize(("name", "schedule"), in_turn(CASES, (*KINDS, "lagging"), all_alike))
 def test_shares_of_clusters(name: str, schedule: str) -> None:
     case, sms, ring, grid = CASES[name]
     built, shape = build(case), Shape(len(case.seq_lens), case.heads[1])

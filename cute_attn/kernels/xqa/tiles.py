@@ -24,7 +24,6 @@ REGISTER_DIMS = 256  # row blocks x columns of a warp; beyond it outputs and que
 RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
 SHORTEST = 144  # keys of a window of 128 and of drafts, which a CTA fetches ahead, all
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
-CLUSTERED_KEYS = 4096  # keys of a segment that has a cluster of many CTAs, where there is one for each
 MOST_ROWS = 16  # of a unit
 FEW = 128  # (request, kv head) pairs: about one per SM
 EVEN = 2048  # pairs, about one for each warp that runs at a time, from which warps have shares of their own
@@ -126,7 +125,6 @@ FAST_MEMORY: dict[int, tuple[Rule[Rings], ...]] = {
 # Of clusters, with room for a guest; of rows of 512 bytes, which leave none. Early tiles gain 0.5 us of one request,
 # but cost up to 4 us where segments leave warps without tiles (8 x 300 keys, 16/1 heads).
 _QUICK, _WIDE = Ring(4, 3, 1, 8192, guests=1, most=32), Ring(4, 3, 1, 8192).to_smem(64).in_clusters(6)
-_SIXES = Ring(4, 3, 2, 8192, most=32).to_smem(64).in_clusters(6)
 _ALL_EARLY = Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT)
 # Small CTAs: a segment, or a kv head for each warp, of one segment or in shares.
 _SMALL, _PAIR, _TWO = Ring(4, 2, 4, 4096, most=32), Ring(2, 2, 8, 4096), Ring(4, 3, 2, 8192)
@@ -160,7 +158,6 @@ _16_OR_8_BITS = (
     _shared(_QUICK.in_clusters(8), _WIDE, segments=up_to(12)),
     _rule(_ALL_EARLY, keys=up_to(SHORT), pairs=up_to(FEW), row=range(65, 129)),
     _shared(_QUICK.in_clusters(6), _WIDE, segments=up_to(16)),
-    _rule(_SIXES, keys=range(SHORT + 1, CLUSTERED_KEYS + 1), segments=range(25, 33), head_dim=up_to(128)),
     _shared(_LARGE.in_clusters(2), _DEEP.in_clusters(2), segments=up_to(64)),
     # Short segments.
     *_whole(keys=up_to(SHORT)),
