@@ -209,11 +209,6 @@ class Merge(PartialResults):
         """First of the vectors of rows that exist that this warp's columns have and this CTA writes, and their end."""
         return 0, self.num_vectors(rows)
 
-    @property
-    def most_vectors(self) -> int:
-        """Most vectors that a CTA writes."""
-        return self.spec.rows * self.vectors_per_row
-
     def num_vectors(self, rows: PackedRows) -> Int32:
         """Number of vectors of this warp's columns in the rows that exist."""
         return ptx.minimum(rows.count - rows.first, Int32(self.spec.rows)) * self.vectors_per_row
@@ -315,11 +310,11 @@ class Merge(PartialResults):
     @cute.jit
     def merge_partials(self, rows: PackedRows, parts: Parts, more: Boolean) -> None:
         """Merge partials, into outputs or, if there are `more` groups of them, into the partial of this group."""
+        total = self.spec.rows * self.vectors_per_row
         most = min(4, self.vectors_in_flight)
-        vectors = max(n for n in range(1, most + 1) if n == 1 or self.most_vectors % (self.column_threads * n) == 0)
+        vectors = max(n for n in range(1, most + 1) if n == 1 or total % (self.column_threads * n) == 0)
         group = parts._replace(bits=parts.bits + GROUP_BITS)
-        begin, end = self.vectors(rows)
-        for start in cutlass.range(begin + self.team.thread(), end, self.column_threads * vectors, unroll=1):
+        for start in cutlass.range(self.team.thread(), self.num_vectors(rows), self.column_threads * vectors, unroll=1):
             places = [self.row_and_dim(start + self.column_threads * i) for i in range(vectors)]
             sums = [SoftmaxState.empty(VECTOR_WIDTH)] * vectors
             for index in cutlass.range(0, parts.count, unroll=max(1, self.vectors_in_flight // vectors)):

@@ -227,7 +227,7 @@ class ClusterMerge(WarpMerge):
     def enter(self, split: KvSplit) -> None:
         """Wait for the other CTAs: nothing may be sent to one that has not opened its inbox. Before all but the first
         segment tell them that the inbox is free again."""
-        if ptx.opaque(self.turn) == 0:  # or the loop over segments would be compiled twice
+        if self.turn == 0:
             cluster.wait()
         else:
             cta = cute.arch.thread_idx()[0]
@@ -287,10 +287,6 @@ class ClusterMerge(WarpMerge):
     def cta_index(self, share: Int32) -> Int32:
         """Linear index of the CTA that has the slice of this one in the cluster that has share number `share`."""
         return super().cta_index(share * self.spec.cluster_size + cluster.rank())
-
-    @property
-    def most_vectors(self) -> int:
-        return self.memory.inbox_vectors
 
     @property
     def first_vector(self) -> Int32:
