@@ -318,7 +318,6 @@ def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
         ("they alone", {"work": "whole", "cluster_size": 2}),
         ("work must be one of", {"work": "warps"}),
         ("copied early", {"prefetch": "smem", "prefetch_keys": 16}),
-        ("copied early", {"work": "even", "prefetch": "smem", "prefetch_keys": 16}),
         ("must be keys", {"prefetch": "l2"}),
         ("must be keys", {"prefetch_keys": 16}),
         ("block scales", {"kv_dtype": "nvfp4", "prefetch": "l2", "prefetch_keys": 16}),
