@@ -327,6 +327,11 @@ def warp_maximum(x: Int32) -> Int32:
     return asm("redux.sync.max.s32 $0, $1, 0xffffffff;", [Int32], [x])
 
 
+def warp_sum(x: Int32) -> Int32:
+    """Returns the sum of all lanes' numbers."""
+    return asm("redux.sync.add.s32 $0, $1, 0xffffffff;", [Int32], [x])
+
+
 def pack_16(dtype: str, lo: Float32, hi: Float32) -> Int32:
     """Rounds two floats to nearest even, `lo` into the low half."""
     return asm(f"cvt.rn.{SUFFIX[dtype]}x2.f32 $0, $1, $2;", [Int32], [hi, lo], pure=True)
