@@ -319,7 +319,7 @@ class Merge(PartialResults):
             sums = [SoftmaxState.empty(VECTOR_WIDTH)] * vectors
             for index in cutlass.range(0, parts.count, unroll=max(1, self.vectors_in_flight // vectors)):
                 partial = self.partial_of_part(parts, index)
-                loaded = [self.load_partial(partial, rows.exists(row), row, dim) for row, dim in places]
+                loaded = [self.load_partial(partial, rows, row, dim) for row, dim in places]
                 sums = [merge_states([old, new]) for old, new in zip(sums, loaded, strict=True)]
             for i in cutlass.range_constexpr(vectors):
                 row, dim = places[i]
@@ -332,9 +332,12 @@ class Merge(PartialResults):
     def row_and_dim(self, index: Int32) -> tuple[Int32, Int32]:
         return index // self.vectors_per_row, index % self.vectors_per_row * VECTOR_WIDTH
 
-    def load_partial(self, partial: Int32, exists: Boolean, row: Int32, dim: Int32) -> SoftmaxState:
-        """Load a vector of a partial, or an empty state where it does not exist."""
+    def load_partial(
+        self, partial: Int32, rows: PackedRows, row: Int32, dim: Int32, wanted: Boolean | None = None
+    ) -> SoftmaxState:
+        """Load a vector of a partial; where it is not `wanted`, or else its row does not exist, an empty state."""
         stats, outputs = self.partial_address(partial, row)
+        exists = rows.exists(row) if wanted is None else wanted
         maximum, total = isa.ld_l2_if(exists, stats, 2)
         maximum = ptx.select(exists, maximum, Float32(ptx.NEG_INF))
         exists = self.with_columns(exists, dim)

@@ -274,7 +274,7 @@ class ClusterMerge(WarpMerge):
                     for start in cutlass.range(0, count, SLICES, unroll=1):
                         numbers = [start + i for i in range(SLICES)]
                         slices = [(self.partial_of(first + n, n), n < count) for n in numbers]
-                        loaded = [self.load_partial(partial, exists, row, dim) for partial, exists in slices]
+                        loaded = [self.load_partial(partial, rows, row, dim, exists) for partial, exists in slices]
                         state = merge_states([state, *loaded])
                     self.store(rows, row, dim, state)
 
