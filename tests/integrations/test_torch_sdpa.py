@@ -308,7 +308,7 @@ def _active() -> Iterator[None]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each adapter was called. No tensor is kept: inductor refuses those in CUDA graphs that outlive a call."""
+    """How often each adapter was called. Tensors are not kept: inductor refuses those that outlive a call."""
     counts: Counter[str] = Counter()
 
     def counted(name: str, adapter: Any, *args: Any) -> Any:
