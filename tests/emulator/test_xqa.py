@@ -24,7 +24,7 @@ from tests.support.low_level import low_level
 from tests.support.schedules import KINDS, all_alike, in_turn
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 from tests.support.xqa_producer import Producer
-from tests.support.xqa_rules import forced_ring, move_steps
+from tests.support.xqa_rules import NO_CLUSTERS, forced_ring, move_steps
 
 WORKSPACE_BYTES = 10 << 20
 MANY = 1 << 30
@@ -54,11 +54,9 @@ def solve(case: XqaCase, arch: str, sms: int, schedule: str, monkeypatch: pytest
     many requests take turns, and those that cut the keys of short windows with those that do not. CTAs take segments of
     `dealt` positions whole, as they become free: none, so that small problems are cut as large ones are."""
     monkeypatch.setattr(tiles, "DEALT", dealt)
-    many = {tiles.FEW + 1: MANY if case.seed % 2 == 0 else 1}
-    if case.window_left >= 0 and case.seed % 3 != 2:  # clusters have tests of their own
-        move_steps(monkeypatch, pairs=many, keys={4097: 145}, kib={1025: 0})
-    else:  # no segment counts as short
-        move_steps(monkeypatch, pairs=many, keys={145: 1, 513: 1, 1025: 1, 4097: 1}, kib={1025: 0})
+    short = case.window_left >= 0 and case.seed % 3 != 2  # may be
+    steps = NO_CLUSTERS if short else {**NO_CLUSTERS, "keys": {145: 1, 513: 1, 1025: 1}}
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: MANY if case.seed % 2 == 0 else 1}, **steps)
     built = build(case)
     with emulator.using(arch, sms=sms, schedule=Schedule(schedule, case.seed)) as emulation:
         out, lse = decode(built)
