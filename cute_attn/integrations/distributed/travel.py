@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ def around_the_ring(kv: KV, tokens: Sequence[int], ranks: Ranks) -> Iterator[KV]
     read: list[Any] = []  # events: the work of a step has been launched on the current stream
     for step in range(ranks.world_size):
         arriving: KV = ()
-        with torch.cuda.stream(streams.side):
+        with contextlib.nullcontext() if streams.side is None else torch.cuda.stream(streams.side):
             for message in messages:
                 message.wait()  # on a GPU the side stream waits, not the host
             arrived = streams.mark()
