@@ -46,7 +46,7 @@ class SegmentMerge(StateMerge):
             for i in cutlass.range(0, parts.count, WARP_STATES, unroll=1):
                 loaded = [[self.load(parts, i + j, rows, row) for row in of_warp] for j in range(WARP_STATES)]
                 for new in loaded:
-                    states = [self.merged(*both) for both in zip(states, new, strict=True)]
+                    states = [self.joined(*both) for both in zip(states, new, strict=True)]
             for row, state in zip(of_warp, states, strict=True):
                 if rows.exists(row):
                     if more:
@@ -64,7 +64,7 @@ class SegmentMerge(StateMerge):
         out = [x for i in range(VECTORS) for x in isa.ld_l2_if(exists, lane + Int64(i * 32 * VECTOR * 4), VECTOR)]
         return SoftmaxState(maximum, total, out)
 
-    def merged(self, a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
+    def joined(self, a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
         maximum = ptx.fmax(a.maximum, b.maximum)
         one, other = rescale_factor(a.maximum, maximum), rescale_factor(b.maximum, maximum)
         out = [ptx.fma(x, one, y * other) for x, y in zip(a.values, b.values, strict=True)]

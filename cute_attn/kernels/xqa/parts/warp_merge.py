@@ -208,7 +208,7 @@ class EvenMerge(HeadMerge):
 # these words take turns, as a CTA may be told of the next segment by one CTA before it is told of this one by another.
 #
 # Where several clusters share a segment, each CTA leaves its slice in global memory, and of those that have the same
-# slice the one that arrives last merges them, as CTAs that are in no cluster do.
+# slice the one that arrives last merges them.
 
 
 SENT_BYTES = 16 + 8  # of a vector and its statistics
