@@ -16,13 +16,13 @@ from cute_attn.request import caches
 from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads
 from tests.support.cover import needed
-from tests.support.graphs import graph_wrapper
+from tests.support.graphs import Captured, emulated_graph, graph_wrapper
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import SMALL as MATRIX
 from tests.support.matrix import decode as request
 from tests.support.right import Solver, assert_planned_right, emulate, emulate_call
 from tests.support.schedules import KINDS, in_turn
-from tests.support.xqa_batches import CUDA, SMALL, is_taken, random_batches
+from tests.support.xqa_batches import CUDA, GRAPHED, SMALL, is_taken, random_batches
 from tests.support.xqa_rules import NO_CLUSTERS, move_steps
 
 pytestmark = pytest.mark.emulator
@@ -92,6 +92,16 @@ def test_scores_that_rise(kv_dtype: torch.dtype, schedule: str, monkeypatch: pyt
 
 
 # ---- plans
+
+
+def test_replays_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without clusters, which merge in shared memory: partial results of CTAs are in the workspace."""
+    move_steps(monkeypatch, **NO_CLUSTERS)
+    with using("sm_90a", kernels="xqa", sms=2) as emulation:
+        captured = Captured(GRAPHED[0], "cpu", emulated_graph, backend="emulator")
+        for seed in range(3):
+            captured.replay(batch_case.random_lengths(GRAPHED[0], seed, max(GRAPHED[0].kv_lens)))
+    assert {record.spec["work"] for record in emulation.records} == {"shares"}
 
 
 def test_a_smaller_workspace_means_fewer_ctas(monkeypatch: pytest.MonkeyPatch) -> None:
