@@ -89,7 +89,7 @@ def install(observers: Sequence[Observer]) -> None:
     ]
     observed = {id(function): _observed(function, observers, place) for function, place in places}
     for cls, name, method in methods:
-        setattr(cls, name, observed[id(method)])
+        setattr(cls, name, _observed(method, observers, functools.partial(_of_class, classes, name)))
     for module in (cute_attn.exports, *MODULES.values()):  # where the originals are
         for name, member in list(vars(module).items()):
             if not inspect.isclass(member) and id(member) in observed:

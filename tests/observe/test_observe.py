@@ -42,7 +42,7 @@ prefill = lambda q: cute_attn.single_prefill_with_kv_cache(q, k, v, causal=True,
 torch.compile(prefill, fullgraph=True, backend="eager")(x)
 cache, bounds = torch.randn(6, 2, 16, 2, 64).bfloat16(), i32(0, 1, 3, 4)
 wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
-wrapper.plan(bounds, i32(5, 1, 2, 0), i32(3, 16, 1), 4, 2, 64, 16, q_data_type=torch.bfloat16)
+wrapper.begin_forward(bounds, i32(5, 1, 2, 0), i32(3, 16, 1), 4, 2, 64, 16, q_data_type=torch.bfloat16)
 bounds.zero_()
 wrapper.run(x, cache)
 pages = i32(5, 1), i32(0, 1, 2), i32(3, 4)
@@ -68,7 +68,7 @@ NAMES = (
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "BatchDecodeWithPagedKVCacheWrapper.__init__",
-    "BatchDecodeWithPagedKVCacheWrapper.plan",
+    "BatchDecodeWithPagedKVCacheWrapper.begin_forward",  # the function of `plan` under its older name
     "BatchDecodeWithPagedKVCacheWrapper.run",
     "append_paged_kv_cache",
     "BatchDecodeWithPagedKVCacheWrapper.run",
