@@ -111,6 +111,13 @@ def test_masks_of_drafts(q_len: int, with_prefix: bool) -> None:
             assert not any(bits[q_len:])
 
 
+def test_masks_of_drafts_take_few_operations() -> None:
+    """Each is a launch, in every step that verifies a tree."""
+    with torch.profiler.profile() as found:
+        draft_mask(torch.ones(3 * 45 * 45, dtype=torch.bool), torch.tensor([5, 0, 9]), 45, False)
+    assert sum(event.cpu_parent is None for event in found.events()) <= 30
+
+
 # ---- attention
 
 

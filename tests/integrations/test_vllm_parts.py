@@ -373,7 +373,9 @@ def test_compute_capabilities() -> None:
     ("layer", "without_plan"), [(of(128), True), (of(128, soft_cap=30.0), False), (of(128, alibi=True), False)]
 )
 def test_which_layers_decode_without_a_plan(layer: Layer, without_plan: bool) -> None:
-    assert all(support.decodes_without_plan(layer, BF16, x) is without_plan for x in (None, (9, 0)))
+    """Sinks do not decide: a step has one plan for layers with and without, and its rows."""
+    layers, gpus = (layer, layer._replace(sinks=True)), (None, (8, 0), (9, 0), (10, 0))
+    assert all(support.decodes_without_plan(x, BF16, gpu) is without_plan for x in layers for gpu in gpus)
 
 
 def test_layers_that_no_kernel_supports_are_refused_when_they_are_made() -> None:

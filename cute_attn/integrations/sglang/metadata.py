@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from cute_attn.integrations.sglang.limits import attn_type_of, soft_cap_of, window_of
-from cute_attn.request.bit_packing import packbits
 from cute_attn.request.index_arrays import bounds, int32, last_page_len
 
 WORD_BITS = 32  # of the masks of drafts
@@ -163,7 +162,8 @@ def draft_mask(
     row = start[:, None] + token * row_len[:, None] + before[:, None]
     cells = (row[:, :, None] + token).clamp_max_(visible.numel() - 1)
     num_words = -(-q_len // WORD_BITS)
-    bits = torch.zeros(len(seq_lens) * q_len, num_words * WORD_BITS, dtype=torch.bool, device=device)
+    bits = torch.zeros(len(seq_lens) * q_len, num_words * WORD_BITS, dtype=torch.int32, device=device)
     bits[:, :q_len] = visible[cells].view(-1, q_len)
-    words = packbits(bits.flatten(), "little").view(torch.int32).view(-1, num_words)
+    place = torch.arange(WORD_BITS, dtype=torch.int32, device=device)  # `packbits` has a pass per bit
+    words = (bits.view(-1, num_words, WORD_BITS) << place).sum(-1, dtype=torch.int32)
     return words if out is None else out.copy_(words)
