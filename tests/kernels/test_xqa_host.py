@@ -80,7 +80,7 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("num_kv_heads", "requests", "size", "prefetch"),
     [
-        *((1, 1, 8, "smem"), (8, 1, 6, "smem"), (9, 1, 8, "none"), (1, 2, 8, "none"), (4, 3, 8, "none")),
+        *((1, 1, 8, "smem"), (9, 1, 8, "none"), (1, 2, 8, "none"), (4, 3, 8, "none")),
         *((4, 4, 6, "none"), (4, 16, 2, "none"), (1, 64, 2, "none"), (1, 65, 1, "l2")),
     ],
 )
@@ -91,6 +91,13 @@ def test_few_segments_have_clusters_whatever_their_keys(
     settings = even_settings(BF16, num_kv_heads)
     ring, *_ = variant.rule_of(settings.features, GPU.arch, variant.shape_of(requests, settings, 1, keys)).value
     assert (ring.cluster_size, ring.prefetch) == (size, prefetch)
+
+
+@pytest.mark.parametrize(("keys", "warps", "size"), [(8192, 4, 8), (8193, 8, 6), (None, 8, 6)])
+def test_one_request_of_eight_kv_heads(keys: int | None, warps: int, size: int) -> None:
+    settings = even_settings(BF16, 8)
+    ring, *_ = variant.rule_of(settings.features, GPU.arch, variant.shape_of(1, settings, 1, keys)).value
+    assert (ring.warps, ring.cluster_size, ring.prefetch) == (warps, size, "smem")
 
 
 def decode_problem(**changes: Any) -> DecodeProblem:

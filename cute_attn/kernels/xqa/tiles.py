@@ -152,9 +152,11 @@ _16_OR_8_BITS = (
     _rule(_HEADS[1].to_smem(SHORT), **_WINDOWS, pairs=range(FEW + 1, 513), row=up_to(64)),
     _rule(_SMALLEST, **_WINDOWS, pairs=up_to(256), head_dim=up_to(64)),
     *_whole(**_WINDOWS),
-    # Few segments: as many clusters as there are segments, or more.
+    # Few segments: as many clusters as there are segments, or more. 131072 keys of 8 kv heads in 8 bits take 69 us
+    # with 8 warps and 78 with 4, 2048 keys 7.2 and 4.7.
     _shared(_QUICK.to_smem(64).in_clusters(8), _WIDE, **_ONE, units=up_to(1)),
-    _shared(_QUICK.to_smem(64).in_clusters(6), _WIDE, **_ONE, units=up_to(8)),
+    _shared(_QUICK.to_smem(64).in_clusters(8), _WIDE, **_ONE, units=up_to(8), keys=up_to(8192)),
+    _shared(_LARGE.to_smem(16).in_clusters(6), _WIDE, **_ONE, units=up_to(8)),
     _shared(_QUICK.in_clusters(8), _WIDE, segments=up_to(12)),
     _rule(_ALL_EARLY, keys=up_to(SHORT), pairs=up_to(FEW), row=range(65, 129)),
     _shared(_QUICK.in_clusters(6), _WIDE, segments=up_to(16)),
