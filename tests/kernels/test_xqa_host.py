@@ -226,6 +226,7 @@ def many(settings: Settings, qo_len: int = 1) -> Rule[tiles.Rings]:
         (torch.float8_e4m3fn, 16, 4, (16, 16, 1), "shares"),
         (torch.float8_e4m3fn, 5, 1, (5, 105, 1), "shares"),
         (BF16, 8, 1, (8, 33, 1), "shares"),
+        (BF16, 256, 1, (256, 1, 1), "shares"),  # of 264 CTAs
     ],
 )
 def test_warps_have_units_of_their_own_where_they_divide_the_heads(
@@ -235,6 +236,7 @@ def test_warps_have_units_of_their_own_where_they_divide_the_heads(
     config = launch_config(settings, qo_len, many(settings, qo_len), GPU.arch, 132)
     assert config.spec.work == work
     assert config.grid_of(512) == config.grid == grid
+    assert config.min_share == (1 if grid[1] == 1 else config.spec.teams)
     states = 2 * config.spec.heads * config.spec.rows
     assert config.partial_bytes == config.ctas * states * (128 + 2) * 4
 

@@ -150,7 +150,7 @@ def shares(
     groups = cta_group_count(units, count)
     of_group, ctas = count // groups, count * size
     partial_bytes = 0 if count == 1 else ctas * partial_bytes_per_cta(spec)
-    min_share = 1 if count == groups and size == 1 else spec.teams * size
+    min_share = 1 if of_group == size == 1 else spec.teams * size
     grid, dealt = (groups, of_group * size, 1), tiles.DEALT if size == 1 else SPARE * spec.teams * size
     return LaunchConfig(spec, qo_len, row_blocks, grid, ctas, partial_bytes, min_share, dealt)
 
