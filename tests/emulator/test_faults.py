@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 
 from tests.emulator import inject
 from tests.emulator.faults import FAULTS
@@ -17,6 +18,19 @@ def test_there_is_one_place_for_each() -> None:
     kernels = inject.ROOT / inject.KERNELS
     assert [fault.what for fault in FAULTS if (kernels / fault.file).read_text().count(fault.old) != 1] == []
     assert [fault.what for fault in FAULTS if not (inject.ROOT / fault.tests[0]).is_file()] == []
+
+
+def test_its_tests_exist() -> None:
+    """`-k` chooses some of them."""
+    files = sorted({fault.tests[0] for fault in FAULTS})
+    found = inject.run(inject.ROOT, (*files, "--collect-only")).stdout.lower().splitlines()
+
+    def chosen(file: str, *words: str) -> bool:
+        expression = Expression.compile(words[-1] if words else "test")
+        of_file = (line for line in found if line.startswith(file))
+        return any(expression.evaluate(lambda word, line=line: word.lower() in line) for line in of_file)
+
+    assert {fault.tests for fault in FAULTS if not chosen(*fault.tests)} == set()
 
 
 def test_descriptions_are_not_repeated() -> None:
