@@ -9,7 +9,8 @@ import torch
 
 from cute_attn import ArgumentError
 from cute_attn.integrations import distributed
-from cute_attn.integrations.distributed import ring
+from cute_attn.integrations.distributed import ring, travel
+from cute_attn.integrations.distributed.ranks import Ranks
 from cute_attn.integrations.distributed.zigzag import chunk_lengths
 from tests.support import distributed_cases, process_group
 from tests.support.executors import GPU_MARKS
@@ -52,6 +53,13 @@ def test_steps_of_a_ring_cover_the_causal_mask(world_size: int, length: int) -> 
             work.add(len(pairs[0]) * len(pairs[1]))
     assert torch.equal(computed, torch.ones(length, length, dtype=torch.int32).tril())
     assert len(work) <= 1 or length % (2 * world_size)
+
+
+def test_a_ring_of_cpu_tensors_asks_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.stream(None)` asks for the current GPU: it makes a context, and is an error in a forked process."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: pytest.fail(f"stream {stream}"))
+    kv = (torch.zeros(3, 1, 64),)
+    assert list(travel.around_the_ring(kv, [3], Ranks(None, 0, 1))) == [kv]
 
 
 def test_without_process_group() -> None:
