@@ -26,7 +26,7 @@ class Load(NamedTuple):
     """What selection knows of the size of a problem beside its features; by default nothing."""
 
     rows: int | None = None  # packed query rows per request (qo_len x heads per kv head); None: not known
-    whole: bool = False  # whether a CTA or a cluster has a segment for itself on Hopper, whatever the lengths are
+    whole: bool = False  # whether XQA has clusters, or a CTA for each segment, on Hopper, whatever the lengths are
 
 
 UNKNOWN_LOAD = Load()
@@ -82,7 +82,7 @@ class Faster(NamedTuple):
 _E4M3 = "over e4m3 1.1 to 2.2 times as fast as fa2, but 0.85 for one request of one kv head (H100, H200)"
 _BF16 = "0.97 to 1.2 times as fast as fa2 (H100, H200)"
 _BF16_128 = "1.03 times as fast as fa2 in the mean of 48 batches, 0.91 (2 requests, one kv head) to 1.23 (H100)"
-_BF16_256 = "one request 1.08 to 1.9 times as fast as fa2 (H100), windows of up to 512 keys 1.07 to 2.1 (H200)"
+_BF16_256 = "up to 8 segments 1.2 to 1.4 times as fast as fa2, windows of up to 512 keys 1.07 to 2.1 (H200)"
 XQA_FASTER = {
     **{(8, dim): Faster(16, _E4M3) for dim in (32, 80, 112, 512)},
     **{(8, dim): Faster(32, _E4M3) for dim in (64, 96, 128)},
@@ -104,7 +104,7 @@ def _of_xqa(features: Features, load: Load, arch: Arch) -> Pass:
     if load.rows is not None and load.rows > faster.rows:
         return Pass(f"{load.rows} query rows per kv head are more than {faster.rows}")
     if faster.whole and not load.whole:
-        return Pass(f"head dimension {dim}, but for one request and short windows")
+        return Pass(f"head dimension {dim}, but for few segments and short windows")
     return Pass("", faster.note)
 
 

@@ -87,9 +87,9 @@ def install(observers: Sequence[Observer]) -> None:
         *((function, functools.partial(_of_module, module, name)) for module, name, function in functions),
         *((method, functools.partial(_of_class, classes, name)) for _, name, method in methods),
     ]
-    observed = {id(function): _observed(function, observers, place) for function, place in places}
-    for cls, name, method in methods:
+    for cls, name, method in methods:  # some are one function under two names
         setattr(cls, name, _observed(method, observers, functools.partial(_of_class, classes, name)))
+    observed = {id(function): _observed(function, observers, place) for function, place in places[: len(functions)]}
     for module in (cute_attn.exports, *MODULES.values()):  # where the originals are
         for name, member in list(vars(module).items()):
             if not inspect.isclass(member) and id(member) in observed:

@@ -337,7 +337,7 @@ class PlanRequest(NamedTuple):
         old, new = before.lengths, self.lengths
         then, now = before.options, self.options
         return (
-            (then is not now and (then, *map(type, then)) != (now, *map(type, now)))
+            (then is not now and (*map(type, then), then) != (*map(type, now), now))  # arrays are not compared
             or (before.splits is not self.splits and before.splits != self.splits)
             or before[2:6] != self[2:6]  # page size, bound of query tokens, matrix
             or old.batch_size != new.batch_size

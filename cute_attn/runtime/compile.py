@@ -14,7 +14,6 @@ import os
 import re
 import tempfile
 import threading
-import typing
 from collections.abc import Iterator
 
 from cute_attn.errors import ArtifactError
@@ -126,16 +125,15 @@ def count_matrix_instructions(ptx: str) -> int:
 
 def _params(kernel: cubins.CubinKernel, program: Program, ptx: str) -> tuple[Param, ...]:
     """Returns the parameters that the program declares, checked against the cubin (sizes) and the PTX (types)."""
-    params = program.params
     kinds = dict.fromkeys(getattr(program, "maps", ()), "map") | {
-        name: _KIND_OF_SCALAR.get(hint.__name__, hint.__name__) for name, hint in typing.get_type_hints(params).items()
+        name: _KIND_OF_SCALAR.get(hint.__name__, hint.__name__) for name, hint in program.scalars.items()
     }
     header = ptx[ptx.index(f".entry {kernel.symbol}(") :].split(")", 1)[0]
     compiled = [_KIND_OF_PTX.get(kind, kind) for kind in _PTX_PARAM.findall(header)]
     declared = list(kinds.values())
     if declared != compiled or [PARAM_BYTES.get(kind) for kind in declared] != [size for _, size in kernel.params]:
         raise ArtifactError(
-            f"{kernel.symbol}: {params.__name__} declares {kinds}, but the PTX has {compiled} and the cubin "
+            f"{kernel.symbol}: {type(program).__name__} declares {kinds}, but the PTX has {compiled} and the cubin "
             f"(offset, size) {kernel.params}"
         )
     return tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -12,14 +12,14 @@ from typing import Any, ClassVar, Protocol
 class Program(Protocol):
     """Kernel ready to be traced, as a `ProgramOf` builds it from a spec.
 
-    `params` is the NamedTuple class of kernel parameters: field order is parameter order, each field one
-    scalar (`Int32`, `Int64`, `Float32`, `Float64` of cutlass). Pointers are passed as `Int64` addresses.
+    `scalars` are the kernel's parameters, in order: names and types (`Int32`, `Int64`, `Float32`, `Float64` of
+    cutlass). Pointers are passed as `Int64` addresses.
     `kernel` is the `@cute.kernel` method: the compile step names it after `KernelSpec.symbol`. A program that
     launches clusters also has `cluster`, their dimensions in CTAs.
     """
 
     @property
-    def params(self) -> Any: ...
+    def scalars(self) -> Mapping[str, Any]: ...
 
     @property
     def kernel(self) -> Any: ...

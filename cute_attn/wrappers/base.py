@@ -45,8 +45,8 @@ FORWARD_OPTIONS = frozenset(
 FP16_HINTS = "use_fp16_qk_reduction", "allow_fp16_qk_reduction"
 OLDER_FORM = """
 
-The options of `plan` below replace the planned ones, given or by default, for this run and those after it: after
-`plan(causal=True)`, `forward(q, cache)` is not causal. Where they differ, the batch is scheduled again.
+The options of `plan` below replace the planned ones, given or by default, for this run and those after it{example}.
+Where they differ, the batch is scheduled again.
 
 Parameters
 ----------
@@ -85,11 +85,12 @@ def older_form(forward: Callable[P, Result]) -> Callable[P, Result]:
     texts = dict.fromkeys(FORWARD_OPTIONS, "options of `plan`, with the same defaults.")
     texts |= dict.fromkeys(FP16_HINTS, "a hint; scores are always accumulated in fp32.")
     named: dict[str, list[str]] = {}
-    for name in inspect.signature(forward).parameters:
-        if name != "self":
-            named.setdefault(texts.get(name, "as for `run`."), []).append(name)
-    parameters = "\n".join(f"{', '.join(names)} : {text}" for text, names in named.items())
-    forward.__doc__ = f"{forward.__doc__}{OLDER_FORM.format(parameters=parameters)}"
+    _, *names = inspect.signature(forward).parameters
+    for name in names:
+        named.setdefault(texts.get(name, "as for `run`."), []).append(name)
+    parameters = "\n".join(f"{', '.join(alike)} : {text}" for text, alike in named.items())
+    example = ": after\n`plan(causal=True)`, `forward` without `causal` is not causal" if "causal" in names else ""
+    forward.__doc__ = f"{forward.__doc__}{OLDER_FORM.format(parameters=parameters, example=example)}"
     return forward
 
 

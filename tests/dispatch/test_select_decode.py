@@ -98,23 +98,22 @@ WIDE = DECODE._replace(kv_dtype=BF16, num_qo_heads=32, num_kv_heads=4, head_dim_
         ({}, HOPPER, 3, 1, -1, FA2),  # 24 rows
         ({}, named("sm_80"), 1, 1, -1, FA2),
         ({"num_kv_heads": 8}, HOPPER, 1, 1, -1, XQA),
-        ({"num_kv_heads": 16}, HOPPER, 1, 1, -1, FA2),
+        ({"num_kv_heads": 16}, HOPPER, 1, 4, -1, XQA),
+        ({"num_kv_heads": 16}, HOPPER, 1, 5, -1, FA2),
         ({"head_dim_qk": 80, "head_dim_vo": 80}, HOPPER, 1, 1, -1, FA2),
-        ({}, HOPPER, 1, 2, -1, FA2),
-        ({}, HOPPER, 1, 12, 4095, XQA),
-        ({}, HOPPER, 1, 12, 4096, FA2),
-        ({}, HOPPER, 1, 16, 4095, XQA),
+        ({}, HOPPER, 1, 16, -1, XQA),
+        ({}, HOPPER, 1, 17, -1, FA2),
         ({}, HOPPER, 1, 17, 4095, FA2),
         ({}, HOPPER, 1, 256, 511, XQA),
         ({}, HOPPER, 1, 256, 512, FA2),
         ({"head_dim_qk": 128, "head_dim_vo": 128}, HOPPER, 1, 256, -1, XQA),
     ],
 )
-def test_segments_of_one_cta_or_cluster_are_for_xqa(
+def test_few_segments_and_short_windows_are_for_xqa(
     changes: dict[str, Any], arch: Arch, q_len: int, requests: int, window: int, taken: Backend
 ) -> None:
-    """Over 16 bits at head dimension 256, on Hopper, where a CTA or a cluster has a segment for itself: one
-    request, few with windows, or short windows, whose rows share one read of the keys."""
+    """Over 16 bits at head dimension 256, on Hopper: few segments or short windows, whose rows share one read of the
+    keys."""
     settings = Settings(WIDE._replace(**changes), window_left=window)
     load = select.load_of(settings, q_len, requests)
     assert select.choose(settings.features, arch=arch, load=load) is taken

@@ -37,6 +37,10 @@ def test_parameters_of_the_api_are_lists(site: Path) -> None:
     text = (site / "api/single.html").read_text()
     assert "<li><code>window_left</code>:" in text.replace("<p>", "")
     assert "----" not in text
+    for page, forms in (("batches", 3), ("sparse", 2)):
+        text = (site / f"api/{page}.html").read_text()
+        assert text.count("Where they differ, the batch is scheduled again.") == forms
+        assert ("without <code>causal</code>" in text) is (page == "batches")
 
 
 def test_pictures_follow_the_scheme_of_the_site(site: Path) -> None:

@@ -24,7 +24,7 @@ from tests.support.low_level import low_level
 from tests.support.schedules import KINDS, all_alike, in_turn
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 from tests.support.xqa_producer import Producer
-from tests.support.xqa_rules import forced_ring, move_steps
+from tests.support.xqa_rules import NO_CLUSTERS, forced_ring, move_steps
 
 WORKSPACE_BYTES = 10 << 20
 MANY = 1 << 30
@@ -54,11 +54,9 @@ def solve(case: XqaCase, arch: str, sms: int, schedule: str, monkeypatch: pytest
     many requests take turns, and those that cut the keys of short windows with those that do not. CTAs take segments of
     `dealt` positions whole, as they become free: none, so that small problems are cut as large ones are."""
     monkeypatch.setattr(tiles, "DEALT", dealt)
-    many = {tiles.FEW + 1: MANY if case.seed % 2 == 0 else 1}
-    if case.window_left >= 0 and case.seed % 3 != 2:  # clusters have tests of their own
-        move_steps(monkeypatch, pairs=many, keys={4097: 145}, kib={1025: 0})
-    else:  # no segment counts as short
-        move_steps(monkeypatch, pairs=many, keys={145: 1, 513: 1, 1025: 1, 4097: 1}, kib={1025: 0})
+    short = case.window_left >= 0 and case.seed % 3 != 2  # may be
+    steps = NO_CLUSTERS if short else {**NO_CLUSTERS, "keys": {145: 1, 513: 1, 1025: 1}}
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: MANY if case.seed % 2 == 0 else 1}, **steps)
     built = build(case)
     with emulator.using(arch, sms=sms, schedule=Schedule(schedule, case.seed)) as emulation:
         out, lse = decode(built)
@@ -196,13 +194,14 @@ def test_waits_for_the_launch_before(kv: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("head_dim", [64, 512])
 def test_the_low_level_form(head_dim: int) -> None:
     """Counters and partial results in a buffer each, and a window that counts the row's own key."""
-    built = build(XqaCase((90, 7), kv="e4m3", heads=(2, 1), head_dim=head_dim, window_left=40))
-    given = low_level(built, 1 << 16, num_kv_heads=1, sliding_win_size=41, backend="emulator")
+    built = build(XqaCase((900, 7), kv="e4m3", heads=(2, 1), head_dim=head_dim, window_left=700))
+    given = low_level(built, 1 << 16, num_kv_heads=1, sliding_win_size=701, backend="emulator")
     given["workspace_buffer"].fill_(math.nan)
     with emulator.using("sm_90a", sms=3) as emulation:
         xqa(**given)
     assert len(emulation.records) == 1
     assert not given["semaphores"].view(torch.int32).any()
+    assert given["workspace_buffer"].isnan().all() == (head_dim == 64)  # clusters merge in shared memory
     assert built.check(given["output"], None) == ""
 
 
@@ -210,11 +209,11 @@ def test_the_low_level_form(head_dim: int) -> None:
 @pytest.mark.parametrize("words", [0, 3])
 def test_the_low_level_form_with_buffers_that_are_too_small(words: int) -> None:
     """It uses memory of its own, and leaves its counters at zero (the emulator looks)."""
-    built = build(XqaCase((77, 3, 200), heads=(4, 2), head_dim=64))
-    given = low_level(built, words, backend="emulator")
+    built = build(XqaCase((900, 7), kv="e4m3", heads=(2, 1), head_dim=512))
+    given = low_level(built, words, num_kv_heads=1, backend="emulator")
     for _ in range(2):
         given["output"].zero_()
-        with emulator.using("sm_90a", sms=5):
+        with emulator.using("sm_90a", sms=3):
             xqa(**given)
         assert built.check(given["output"], None) == ""
 

@@ -16,14 +16,14 @@ from cute_attn.request import caches
 from tests.support import batch_case
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads
 from tests.support.cover import needed
-from tests.support.graphs import graph_wrapper
+from tests.support.graphs import Captured, emulated_graph, graph_wrapper
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import SMALL as MATRIX
 from tests.support.matrix import decode as request
 from tests.support.right import Solver, assert_planned_right, emulate, emulate_call
 from tests.support.schedules import KINDS, in_turn
-from tests.support.xqa_batches import CUDA, SMALL, is_taken, random_batches
-from tests.support.xqa_rules import move_steps
+from tests.support.xqa_batches import CUDA, GRAPHED, SMALL, is_taken, random_batches
+from tests.support.xqa_rules import NO_CLUSTERS, move_steps
 
 pytestmark = pytest.mark.emulator
 
@@ -81,7 +81,7 @@ def test_single(problem: BatchCase) -> None:
 def test_scores_that_rise(kv_dtype: torch.dtype, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tile after tile above the anchors of those before, of one query head more than of the others."""
     # Several tiles a warp.
-    move_steps(monkeypatch, requests={1: 9, 2: 9}, keys={145: 1, 513: 1, 1025: 1, 4097: 1}, kib={1025: 0})
+    move_steps(monkeypatch, keys={145: 1, 513: 1, 1025: 1}, **NO_CLUSTERS)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(4, 64, generator=generator).half()
     k, v = (torch.randn(900, 1, 64, generator=generator).to(kv_dtype) for _ in "kv")
@@ -94,7 +94,18 @@ def test_scores_that_rise(kv_dtype: torch.dtype, schedule: str, monkeypatch: pyt
 # ---- plans
 
 
-def test_a_smaller_workspace_means_fewer_ctas() -> None:
+def test_replays_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without clusters, which merge in shared memory: partial results of CTAs are in the workspace."""
+    move_steps(monkeypatch, **NO_CLUSTERS)
+    with using("sm_90a", kernels="xqa", sms=2) as emulation:
+        captured = Captured(GRAPHED[0], "cpu", emulated_graph, backend="emulator")
+        for seed in range(3):
+            captured.replay(batch_case.random_lengths(GRAPHED[0], seed, max(GRAPHED[0].kv_lens)))
+    assert {record.spec["work"] for record in emulation.records} == {"shares"}
+
+
+def test_a_smaller_workspace_means_fewer_ctas(monkeypatch: pytest.MonkeyPatch) -> None:
+    move_steps(monkeypatch, **NO_CLUSTERS)
     batch = decode((600, 40), kv_dtype="nvfp4", **heads(4, 2))
     inputs = batch_case.make(batch)
     grids = []
@@ -114,8 +125,8 @@ EVEN, UNEVEN, OTHER_EVEN = (130, 150, 141), (40, 300, 77), (90, 81, 85)
 @pytest.mark.parametrize("schedule", [*KINDS, "captured"])
 def test_one_kernel_takes_requests_of_any_lengths(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warps with units of their own, which requests of equal lengths are for."""
-    keys = {145: 1, 513: 1, 1025: 1, 4097: 1}  # no length is for CTAs and clusters of a segment
-    move_steps(monkeypatch, pairs={tiles.FEW + 1: 6, tiles.EVEN: 6}, keys=keys, segments={13: 1})
+    keys = {145: 1, 513: 1, 1025: 1}  # no length is for CTAs of a segment
+    move_steps(monkeypatch, pairs={tiles.FEW + 1: 6, tiles.EVEN: 6}, keys=keys, **NO_CLUSTERS)
     batches = [decode(lens, kv_dtype=E4M3, **heads(8, 2), **dims(128)) for lens in (EVEN, UNEVEN, OTHER_EVEN)]
     captured, kind = schedule == "captured", KINDS[0] if schedule == "captured" else schedule
     with using("sm_90a", kernels="xqa", sms=1 + captured, schedule=Schedule(kind, 1)) as emulation:
@@ -126,29 +137,6 @@ def test_one_kernel_takes_requests_of_any_lengths(schedule: str, monkeypatch: py
             assert_planned_right(batch, planned)
     assert {record.spec["work"] for record in emulation.records} == {"even"}
     assert len({(str(record.spec), record.grid) for record in emulation.records}) == 1
-
-
-def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And others have smaller ones, of another kernel; so have captured launches, which may grow."""
-    move_steps(monkeypatch, keys={513: 1, 4097: 201}, kib={1025: 25})
-    batches = [decode((n,), kv_dtype=E4M3, **heads(20, 5), **dims(128)) for n in (150, 201, 40)]
-    with using("sm_90a", kernels="xqa", sms=64) as emulation:
-        captured, _ = graph_wrapper(batches[0], "cpu", 40, 0, backend="emulator")
-        for planned in (batch_case.wrapper(batches[0], backend="emulator"), captured):
-            for batch in batches:
-                assert_planned_right(batch, planned)
-    rings = [(record.spec["cluster_size"], record.spec["stages"]) for record in emulation.records]
-    assert rings == [(8, 3), *[(6, 2)] * 5]
-
-
-@pytest.mark.parametrize(("kv_len", "cluster"), [(150, 8), (201, 6)])
-def test_single_decode_of_few_keys_has_clusters(kv_len: int, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    move_steps(monkeypatch, keys={513: 1, 4097: 201}, kib={1025: 25})
-    generator = torch.Generator().manual_seed(kv_len)
-    q = torch.randn(10, 128, generator=generator).half()
-    k, v = (torch.randn(kv_len, 5, 128, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
-    emulation = emulate_call(single_decode_with_kv_cache, q, k, v, on=("xqa", "sm_90a"), sms=64)
-    assert emulation.records[-1].spec["cluster_size"] == cluster
 
 
 def test_caches_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,8 +163,8 @@ DRAWS: dict[str, Callable[[int], Iterable[BatchCase]]] = {  # by the first of a 
     "items alone": functools.partial(items, pos_encoding_mode="NONE"),
 }
 DRAWN = [  # backend, what is drawn, how many seeds
-    *(("fa2", "single", 200), ("fa2", "batch", RANDOM), ("xqa", "decode", RANDOM), ("fa2", "items", 60)),
-    *(("auto", "items", 60), ("fa3", "8 bits", 300), *(("fa3", name, 100) for name in CHANGES)),
+    *(("fa2", "single", 200), ("xqa", "single", 200), ("fa2", "batch", RANDOM), ("xqa", "decode", RANDOM)),
+    *(("fa2", "items", 60), ("auto", "items", 60), ("fa3", "8 bits", 300), *(("fa3", name, 100) for name in CHANGES)),
     *((name, draw, 300) for name in ("fa3", "fa4") for draw in ("single", "batch")),
     *((name, "items alone", 60) for name in ("fa3", "fa4")),
 ]

@@ -147,7 +147,7 @@ def test_latent_attention(dtype: torch.dtype, device: str) -> None:
     assert_all_free(cache)
     for request in requests:
         assert_greedy(model, request)
-        assert len(set(request.output)) > 1
+    assert len({token for request in requests for token in request.output}) > 1
 
 
 class Recording(Llama):

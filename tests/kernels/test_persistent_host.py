@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_attn import ArgumentError
-from cute_attn.dispatch import emulator
+from cute_attn.dispatch import backends
 from cute_attn.emulator import using
 from cute_attn.emulator.tensormap import TensorMap, decode
 from cute_attn.kernels.combine.spec import CombineSpec
@@ -169,9 +169,9 @@ def test_launches_of_batches(target: Target, page_size: int) -> None:
     assert grid[0] <= 132
     assert merge == CombineSpec("float16", 64, "items")
     with using(target.arch.name, kernels=target.name, sms=132):
-        partials, records = emulator.workspace(settings, built.lengths, built.limits)
+        partials, records = backends.workspace("emulator", settings, built.lengths, built.limits)
         small = built.limits._replace(workspace_bytes=0)
-        assert emulator.workspace(settings, built.lengths, small) == (partials, records)
+        assert backends.workspace("emulator", settings, built.lengths, small) == (partials, records)
     assert partials > 0
 
 

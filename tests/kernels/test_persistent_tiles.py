@@ -185,7 +185,7 @@ def test_a_cta_of_a_pair_holds_its_own_queries_and_half_of_k_and_v() -> None:
 
 @pytest.mark.parametrize(("head_dim", "columns"), [(128, 1), (160, 2), (192, 2), (256, 2)])
 def test_the_ctas_of_a_pair_have_equal_columns_of_v(head_dim: int, columns: int) -> None:
-    assert BlackwellMemory(PAIR, 256, head_dim).loaded_v.columns == columns
+    assert BlackwellMemory(PAIR, 256, head_dim).loaded("v").columns == columns
 
 
 def test_boxes_of_a_pair() -> None:

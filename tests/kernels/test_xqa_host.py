@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,11 +16,17 @@ from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import prepared, variant
-from cute_attn.kernels.xqa.host.family import FAMILY, DecodeRun, rule_of_batch
+from cute_attn.kernels.xqa.host.family import FAMILY, DecodeRun
 from cute_attn.kernels.xqa.host.variant import launch_config
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec, is_head_dim
-from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, Features, GraphLimits, Scratch, Settings
+from cute_attn.problem import (
+    UNLIMITED,
+    DecodeProblem,
+    Features,
+    Scratch,
+    Settings,
+)
 from cute_attn.runtime.arch import ARCHS, TYPICAL_SMS, Arch, for_capability, named
 from cute_attn.runtime.counters import SEMAPHORES
 from cute_attn.runtime.launch import CPU
@@ -73,15 +78,19 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("kv_len", "graph", "cluster", "keys"),
-    [(4099, False, 8, 64), (4100, False, 6, 16), (2048, True, 6, 16)],  # graphs do not count keys
+    ("num_kv_heads", "requests", "size", "prefetch"),
+    [
+        *((1, 1, 8, "smem"), (8, 1, 6, "smem"), (9, 1, 8, "none"), (1, 2, 8, "none"), (4, 3, 8, "none")),
+        *((4, 4, 6, "none"), (4, 16, 2, "none"), (1, 64, 2, "none"), (1, 65, 1, "l2")),
+    ],
 )
-def test_clusters_of_one_request_of_eight_kv_heads(kv_len: int, graph: bool, cluster: int, keys: int) -> None:
-    settings = even_settings(BF16, 8)
-    lengths = BatchLengths(np.array([0, 1]), np.array([0]), np.array([kv_len]))
-    limits = BatchLimits(0, max_qo_len=1, graph=GraphLimits(1, 1, 1 << 20) if graph else None, keeps_address=graph)
-    ring, *_ = rule_of_batch(settings, lengths, limits, GPU.arch).value
-    assert (ring.cluster_size, ring.prefetch_keys) == (cluster, keys)
+@pytest.mark.parametrize("keys", [None, 600])
+def test_few_segments_have_clusters_whatever_their_keys(
+    num_kv_heads: int, requests: int, size: int, prefetch: str, keys: int | None
+) -> None:
+    settings = even_settings(BF16, num_kv_heads)
+    ring, *_ = variant.rule_of(settings.features, GPU.arch, variant.shape_of(requests, settings, 1, keys)).value
+    assert (ring.cluster_size, ring.prefetch) == (size, prefetch)
 
 
 def decode_problem(**changes: Any) -> DecodeProblem:
@@ -168,8 +177,9 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, la
 @pytest.mark.parametrize(
     ("window", "requests", "ring"),
     [
-        *((142, 16, (4, "whole", "none")), (143, 16, (8, "whole", "l2")), (143, 17, (4, "whole", "none"))),
-        *((510, 255, (4, "whole", "none")), (510, 256, (2, "heads", "none")), (511, 16, (8, "shares", "l2"))),
+        *((142, 16, (4, "whole", "none")), (143, 1, (4, "cluster", "smem")), (143, 16, (8, "whole", "l2"))),
+        *((143, 17, (4, "whole", "none")), (511, 8, (8, "cluster", "none")), (511, 16, (8, "shares", "l2"))),
+        *((510, 255, (4, "whole", "none")), (510, 256, (2, "heads", "none"))),
     ],
 )
 def test_short_windows_are_distinguished_by_their_number(
@@ -222,18 +232,27 @@ def test_warps_have_units_of_their_own_where_they_divide_the_heads(
     assert config.partial_bytes == config.ctas * states * (128 + 2) * 4
 
 
-@pytest.mark.parametrize(("alone", "grid"), [(True, (8, 16, 1)), (False, (8, 8, 1))])
-def test_only_one_request_has_several_clusters_for_a_segment(alone: bool, grid: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("sms", "workspace", "size", "grid", "counters"),
+    [
+        (132, UNLIMITED, 8, (4, 24, 1), 96),
+        (132, UNLIMITED, 6, (8, 12, 1), 96),
+        (132, UNLIMITED, 2, (8, 16, 1), 132),
+        (132, 140 << 10, 8, (2, 8, 1), 16),
+        (132, 0, 8, (1, 8, 1), 8),
+    ],
+)
+def test_clusters_have_as_many_ctas_as_run_at_a_time(
+    sms: int, workspace: int, size: int, grid: tuple[int, int, int], counters: int
+) -> None:
     settings = even_settings(BF16, 8)
-    rule = variant.rule_of(settings.features, GPU.arch, variant.shape_of(1, settings, 1, 4096))
-    config = launch_config(settings, 1, rule, GPU.arch, 200, alone=alone)
-    assert (config.spec.work, config.grid) == ("cluster", grid)
-    if alone:
-        with pytest.raises(ValueError, match="one request alone, got 3 requests"):
-            config.grid_of(3)
-    else:
-        assert config.grid_of(3) == (*grid[:2], 3)
-    assert (config.partial_bytes > 0) == (config.counter_bytes > 0) == alone
+    rule = Rule((tiles.Ring(4, 3, 1, 8192).in_clusters(size),), {})
+    config = launch_config(settings, 1, rule, GPU.arch, sms, workspace)
+    assert config.grid_of(1) == config.grid_of(64) == grid
+    with pytest.raises(ValueError, match="at most 64 requests, got 65"):
+        config.grid_of(65)
+    assert config.counter_bytes == 4 * counters
+    assert config.partial_bytes <= workspace
 
 
 def test_a_small_workspace_has_fewer_warps() -> None:
@@ -260,6 +279,7 @@ def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
         ("they alone", {"work": "cluster"}),
         ("they alone", {"work": "whole", "cluster_size": 2}),
         ("work must be one of", {"work": "warps"}),
+        ("copied early", {"prefetch": "smem", "prefetch_keys": 16}),
         ("must be keys", {"prefetch": "l2"}),
         ("must be keys", {"prefetch_keys": 16}),
         ("block scales", {"kv_dtype": "nvfp4", "prefetch": "l2", "prefetch_keys": 16}),

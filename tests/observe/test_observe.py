@@ -68,7 +68,7 @@ NAMES = (
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "BatchDecodeWithPagedKVCacheWrapper.__init__",
-    "BatchDecodeWithPagedKVCacheWrapper.begin_forward",  # the function of `plan` under its older name
+    "BatchDecodeWithPagedKVCacheWrapper.begin_forward",  # which is `plan`
     "BatchDecodeWithPagedKVCacheWrapper.run",
     "append_paged_kv_cache",
     "BatchDecodeWithPagedKVCacheWrapper.run",

@@ -53,8 +53,8 @@ def test_counts_every_kind_of_matrix_instruction() -> None:
     [
         ("trace", r'\{"cluster".*"kernel":"toy".*\} for sm_90a failed: ValueError: toy of iron'),
         ("block", r"program.block is \(64, 1, 1\), the cubin was built for \(128, 1, 1\)"),
-        ("order", r"SwappedParams declares .*'scale': 'f32', 'count': 'i32'.* but the PTX has"),
-        ("count", r"ShortParams declares .* but the PTX has .*'f64', 'i32'\]"),
+        ("SwappedParams", r"ToyProgram declares .*'scale': 'f32', 'count': 'i32'.* but the PTX has"),
+        ("ShortParams", r"ToyProgram declares .* but the PTX has .*'f64', 'i32'\]"),
     ],
 )
 def test_a_program_that_contradicts_its_description_is_refused(fault: str, message: str) -> None:

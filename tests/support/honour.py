@@ -123,7 +123,7 @@ ELSEWHERE = {
 def base(kind: str, changes: dict[str, Any]) -> BatchCase:
     """One request for single functions, two for batches."""
     requests = 1 if kind.startswith("single") else 2
-    qo_lens = (1,) * requests if "decode" in kind else (17, 5)[:requests]  # rows of a kv head beyond those of decode
+    qo_lens = (1,) * requests if "decode" in kind else (33, 5)[:requests]  # rows of a kv head beyond those of decode
     page_size = 4 if kind in ("paged", "decode") else 1
     case = BatchCase(kind, qo_lens, (40, 33)[:requests], 4, 2, page_size=page_size, seed=5)
     return dataclasses.replace(case, **changes)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar
 from unittest import mock
 
 from cute_attn.emulator import adapter
@@ -27,7 +27,7 @@ def params_of(spec: KernelSpec, arch: str = "sm_90a") -> tuple[Param, ...]:
     made = program(spec, arch)
     floats = {"Float32": "f32", "Float64": "f64"}
     kinds = dict.fromkeys(getattr(made, "maps", ()), "map")
-    kinds |= {name: floats.get(hint.__name__, "i64") for name, hint in get_type_hints(made.params).items()}
+    kinds |= {name: floats.get(hint.__name__, "i64") for name, hint in made.scalars.items()}
     return tuple(Param(name, kind, 8 * i, 4 if kind == "f32" else 8) for i, (name, kind) in enumerate(kinds.items()))
 
 

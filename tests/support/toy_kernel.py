@@ -1,6 +1,6 @@
 """A kernel with a parameter of each kind, to test compiling, caching and launching on."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from cutlass import Float32, Float64, Int32, Int64, const_expr, cute
 
@@ -35,7 +35,7 @@ class ToyProgram:
     local memory.
     """
 
-    params: type = Params
+    scalars = get_type_hints(Params)
     smem_bytes = 64 * 1024  # over the 48 KB that need the driver's opt-in
 
     def __init__(self, threads: int, cluster: tuple[int, int, int], wait: bool, stack: bool) -> None:

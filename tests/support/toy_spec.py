@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 from cute_attn.runtime.spec import KernelSpec, Program
 
@@ -32,7 +32,7 @@ class ToySpec(KernelSpec):
 
 @dataclass(frozen=True)
 class BrokenSpec(ToySpec):
-    """A toy that does not trace ("trace") or misdescribes its kernel ("block", "order", "count")."""
+    """A toy that does not trace ("trace") or misdescribes its kernel: "block", or parameters of `toy_kernel`."""
 
     fault: str = "trace"
 
@@ -45,7 +45,7 @@ class BrokenSpec(ToySpec):
         if self.fault == "block":
             program.block = (64, 1, 1)
         else:
-            program.params = {"order": toy_kernel.SwappedParams, "count": toy_kernel.ShortParams}[self.fault]
+            program.scalars = get_type_hints(getattr(toy_kernel, self.fault))
         return program
 
 

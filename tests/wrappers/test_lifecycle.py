@@ -148,14 +148,19 @@ def test_forward_takes_options_by_position(case: BatchCase) -> None:
     run(case, inputs, made)
 
 
-@pytest.mark.parametrize("wrong", [{"causal": 1}, {"sm_scale": torch.tensor(0.5)}, {"window_left": -1.0}], ids=str)
-def test_forward_refuses_what_only_equals_a_planned_option(wrong: dict[str, Any]) -> None:
+SCALES = {"sm_scale": torch.tensor(0.5)}, {"sm_scale": torch.full((2,), 0.5)}
+
+
+@pytest.mark.parametrize("wrong", [{"causal": 1}, *SCALES, {"window_left": -1.0}], ids=str)
+def test_what_only_equals_a_planned_option_is_refused(wrong: dict[str, Any]) -> None:
     case = dataclasses.replace(PAGED, mask="causal", sm_scale=0.5)
     made, inputs = planned(case)
     given = {"causal": True, "sm_scale": 0.5, "logits_soft_cap": 0.0, "rope_scale": 1.0, "rope_theta": 1e4}
     assert_batch_right(case, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, **given))
     with pytest.raises(ArgumentTypeError, match=f"^{next(iter(wrong))} must be"):
         made.forward(inputs.q, *inputs.kv, **given | wrong)
+    with pytest.raises(ArgumentTypeError, match=f"^{next(iter(wrong))} must be"):
+        made.plan(**plan_arguments(case, inputs) | wrong)
 
 
 def test_forward_keeps_the_mask() -> None:

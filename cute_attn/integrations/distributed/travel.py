@@ -32,7 +32,7 @@ def around_the_ring(kv: KV, tokens: Sequence[int], ranks: Ranks) -> Iterator[KV]
     read: list[Any] = []  # events: the work of a step has been launched on the current stream
     for step in range(ranks.world_size):
         arriving: KV = ()
-        with streams.side():
+        with contextlib.nullcontext() if streams.side is None else torch.cuda.stream(streams.side):
             for message in messages:
                 message.wait()  # on a GPU the side stream waits, not the host
             arrived = streams.mark()
@@ -62,18 +62,14 @@ class Streams:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._side = device, None
+        self._device, self.side = device, None
         if device.type == "cuda":
-            self._side = torch.cuda.Stream(device)
-            self._side.wait_stream(torch.cuda.current_stream(device))
-
-    def side(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the side stream the current one."""
-        return contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
+            self.side = torch.cuda.Stream(device)
+            self.side.wait_stream(torch.cuda.current_stream(device))
 
     def mark(self) -> Any:
         """Return an event at the end of the current stream."""
-        return None if self._side is None else torch.cuda.current_stream(self._device).record_event()
+        return None if self.side is None else torch.cuda.current_stream(self._device).record_event()
 
     def wait(self, event: Any) -> None:
         """Let the current stream wait for an event."""

@@ -44,21 +44,15 @@ OPERAND_FIELDS = {
     "sf_head": Int64,
     "scale": Float32,
     "scale_address": Int64,
-    "units": Int32,  # of a head's row, for each thread's first: half of them where a thread has two
-    "units_multiplier": Int32,
-    "units_shift": Int32,
+    "units": Divisor,  # of a head's row, for each thread's first: half of them where a thread has two
 }
 FIELDS = {
     # keys, and values, which may have another head dimension
     **{f"{side}_{name}": kind for side in "kv" for name, kind in OPERAND_FIELDS.items()},
     # both
     "rows": Int32,
-    "heads": Int32,
-    "heads_multiplier": Int32,
-    "heads_shift": Int32,
-    "page_size": Int32,
-    "page_size_multiplier": Int32,
-    "page_size_shift": Int32,
+    "heads": Divisor,
+    "page_size": Divisor,
     "num_pages": Int32,
     # slots "pages"
     **index_fields("batch_indices", "positions", "kv_indices", "kv_indptr"),
@@ -96,8 +90,7 @@ class AppendProgram(GridProgram):
     @cute.jit
     def append(self, p: Any, side: cutlass.Constexpr) -> None:
         """Writes this thread's units of keys ("k_") or values ("v_"), `k_units` or `v_units` apart in a head's row."""
-        units = Divisor(*fields(p, f"{side}units", ("", "_multiplier", "_shift")))
-        heads = Divisor(*fields(p, "heads", ("", "_multiplier", "_shift")))
+        units, heads = getattr(p, f"{side}units"), p.heads
         operand = operand_of(p, side)
         index = cute.arch.block_idx()[0] * Int32(THREADS) + cute.arch.thread_idx()[0]
         token_head = units.quotient(index)

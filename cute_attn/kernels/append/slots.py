@@ -13,7 +13,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.rows import Divisor
 
 
 def index(address: Int64, step: Int64, wide: Int32, i: Int32) -> Int32:
@@ -43,13 +42,12 @@ def by_page_table(p: Any, row: Int32) -> Slot:
     if cutlass.and_(cutlass.and_(request >= 0, request < p.batch_size), position >= 0):
         begin = index(p.kv_indptr, p.kv_indptr_step, p.kv_indptr_wide, request)
         end = index(p.kv_indptr, p.kv_indptr_step, p.kv_indptr_wide, request + 1)
-        page_size = Divisor(p.page_size, p.page_size_multiplier, p.page_size_shift)
-        number = page_size.quotient(position)
+        number = p.page_size.quotient(position)
         has_page = cutlass.and_(cutlass.and_(begin >= 0, begin < end), number < end - begin)
         entry = begin + number
         if cutlass.and_(has_page, entry < p.num_indices):
             page = index(p.kv_indices, p.kv_indices_step, p.kv_indices_wide, entry)
-            offset = position - number * p.page_size
+            offset = position - number * p.page_size.value
             exists = cutlass.and_(page >= 0, page < p.num_pages)
     return Slot(exists, page, offset)
 
@@ -58,8 +56,8 @@ def by_number(p: Any, row: Int32) -> Slot:
     """Returns the slot of a row by its number: page * page_size + offset."""
     slot = index(p.slot_mapping, p.slot_mapping_step, p.slot_mapping_wide, row)
     exists = cutlass.and_(slot >= 0, slot < p.num_slots)
-    page = Divisor(p.page_size, p.page_size_multiplier, p.page_size_shift).quotient(slot)
-    return Slot(exists, page, slot - page * p.page_size)
+    page = p.page_size.quotient(slot)
+    return Slot(exists, page, slot - page * p.page_size.value)
 
 
 def of_output(p: Any, row: Int32) -> Slot:

@@ -26,6 +26,7 @@ from cute_attn.kernels.append.rounding import (
 from cute_attn.kernels.append.slots import Slot
 from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, VECTOR, AppendSpec
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.softmax import tree
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,7 @@ def unit_of(spec: AppendSpec, arch: str) -> CopyUnit | Nvfp4Unit | Fp8Unit:
 
 def max_magnitude(values: list[Float32]) -> Float32:
     """Returns the largest magnitude, NaN if any value is."""
-    rest = [ptx.magnitude(x) for x in values]
-    while len(rest) > 1:
-        pairs = zip(rest[::2], rest[1::2], strict=True)
-        rest = [ptx.asm("max.NaN.f32 $0, $1, $2;", [Float32], [a, b], pure=True) for a, b in pairs]
-    return rest[0]
+    return tree(ptx.fmax_nan, [ptx.magnitude(x) for x in values])
 
 
 @cute.jit

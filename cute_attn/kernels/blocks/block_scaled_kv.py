@@ -13,10 +13,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.kv_sources import DenseTmaKV, GatheredFp8KV, KvSource
+from cute_attn.kernels.blocks.kv_sources import DenseTmaKV, GatheredFp8KV, KvSource, PageTable
 from cute_attn.kernels.blocks.persistent_params import Maps, extended
 from cute_attn.kernels.blocks.producer import Producer
-from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 
 LANES = 32
@@ -60,33 +59,10 @@ class DenseTokens:
     """Tokens of contiguous keys, of which token 0 is row `start`."""
 
     start: Int32
-
-    def page_ids(self, first: Int32, rows: list[int]) -> list[Int32]:
-        return []
+    kv_end: Int32
 
     def address(self, scales: ScaleRows, token: Int32, page: Int32) -> Int64:
         return scales.base + Int64(self.start + token) * scales.stride
-
-
-@dataclass(frozen=True)
-class PageTokens:
-    """Tokens of paged keys."""
-
-    table: Int64  # address of the request's first page id
-    page_size: Divisor
-    kv_end: Int32
-
-    def page_ids(self, first: Int32, rows: list[int]) -> list[Int32]:
-        """Loads the page ids of the tokens `rows` behind `first`."""
-        pages = [self.page_size.quotient(first + row) for row in rows]
-        return [
-            ptx.ld_page_id_if(first + row < self.kv_end, self.table + Int64(page) * Int64(4))
-            for page, row in zip(pages, rows, strict=True)
-        ]
-
-    def address(self, scales: ScaleRows, token: Int32, page: Int32) -> Int64:
-        within = token - self.page_size.quotient(token) * self.page_size.value
-        return ptx.mad_u32(within, scales.stride, ptx.mad_u32(page, scales.page_stride, scales.base))
 
 
 @dataclass(frozen=True)
@@ -95,8 +71,7 @@ class BlockScaledKV(KvSource):
 
     cols: int
     lane: Int32
-    kv_end: Int32
-    tokens: DenseTokens | PageTokens
+    tokens: DenseTokens | PageTable
     source: Any
     k: ScaledOperand
     v: ScaledOperand
@@ -112,17 +87,16 @@ class BlockScaledKV(KvSource):
 
     def prefetch_page_ids(self, kv_tile: Int32) -> list[Int32]:
         """Loads the page ids of the source, then those of this lane's rows."""
-        if self.by_lanes:
-            return self.source.prefetch_page_ids(kv_tile)
-        return [
-            *self.source.prefetch_page_ids(kv_tile),
-            *self.tokens.page_ids(kv_tile * self.cols + self.lane, self.rounds),
-        ]
+        page_ids, pages = self.source.prefetch_page_ids(kv_tile), self.tokens
+        if self.by_lanes or isinstance(pages, DenseTokens):
+            return page_ids
+        tokens = [kv_tile * self.cols + self.lane + row for row in self.rounds]
+        return page_ids + [pages.page_id(token < pages.kv_end, token) for token in tokens]
 
     def copy(
         self, operand: ScaledOperand, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]
     ) -> None:
-        count = len(self.rounds) if isinstance(self.tokens, PageTokens) else 0
+        count = len(self.rounds) if isinstance(self.tokens, PageTable) else 0
         self.copy_scales(operand.scales, target, kv_tile, page_ids[len(page_ids) - count :])
         if self.by_lanes:
             self.source.copy(operand.rows, target, barrier, kv_tile, page_ids)  # its arrivals cover the scales
@@ -138,7 +112,7 @@ class BlockScaledKV(KvSource):
             token = kv_tile * self.cols + row
             page = page_ids[i] if cutlass.const_expr(len(page_ids) > 0) else Int32(0)
             address = self.tokens.address(scales, token, page)
-            size = ptx.select(token < self.kv_end, Int32(WORD), Int32(0))
+            size = ptx.select(token < self.tokens.kv_end, Int32(WORD), Int32(0))
             if cutlass.const_expr(self.rounds[i] + LANES <= self.cols):
                 self.copy_row(scales, target + scales.offset + row * pitch, address, size)
             else:
@@ -170,13 +144,11 @@ class BlockScaledProducer(Producer):
                     getattr(p, f"{name}_scales") + Int64(kv_head) * getattr(p, f"{name}_scales_stride_h"),
                     getattr(p, f"{name}_scales_stride_page"),
                     getattr(p, f"{name}_scales_stride_n"),
-                    *getattr(self.memory, f"{name}_scales"),
+                    *self.memory.scales(name),
                 ),
             )
             for name, rows in (("k", source.k), ("v", source.v))
         )
-        tokens: DenseTokens | PageTokens = DenseTokens(work.kv_start)
-        if self.source_type is not DenseTmaKV:
-            page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
-            tokens = PageTokens(p.kv_indices + Int64(work.kv_start) * Int64(4), page_size, work.kv_end)
-        return BlockScaledKV(cols, lane, work.kv_end, tokens, source, k, v)
+        dense = self.source_type is DenseTmaKV
+        tokens = DenseTokens(work.kv_start, work.kv_end) if dense else source.pages
+        return BlockScaledKV(cols, lane, tokens, source, k, v)

@@ -1,6 +1,8 @@
 """Conversion of narrow numbers to 16-bit pairs in registers, each with the instructions that an architecture has."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from cutlass import Float32, Int32
 
@@ -42,33 +44,17 @@ def scaled(dtype: str, pairs: list[Int32], factor: Float32) -> list[Int32]:
     return [ptx.pack_16(dtype, *(x * factor for x in ptx.unpack_16(dtype, pair))) for pair in pairs]
 
 
-@dataclass(frozen=True)
-class E2m1:
-    """Converts e2m1 to `dtype` by shifts and a product."""
-
-    dtype: str
-
-    def word(self, word: Int32) -> list[Int32]:
-        """Converts 8 numbers, low nibble first, to 4 words."""
-        return ptx.e2m1x8_to_16(self.dtype, word)
-
-
-@dataclass(frozen=True)
-class NativeE2m1(E2m1):
-    """Converts e2m1 with one instruction per pair."""
-
-    def word(self, word: Int32) -> list[Int32]:
-        return ptx.cvt_e2m1x8(self.dtype, word)
-
-
 def fp8_converter(dtype: str, stored: str, arch: Arch) -> Fp8:
     kind = Fp8ToBf16 if dtype == "bfloat16" and _converts_to_bf16(arch) else Fp8
     return kind(dtype, stored, arch.converts_e4m3)
 
 
-def e2m1_converter(dtype: str, arch: Arch) -> E2m1:
+def e2m1_converter(dtype: str, arch: Arch) -> Callable[[Int32], list[Int32]]:
+    """Returns what converts 8 numbers of e2m1, low nibble first, to 4 words of `dtype`: one instruction per pair, or
+    shifts and a product.
+    """
     native = _converts_to_bf16(arch) if dtype == "bfloat16" else arch.converts_e2m1
-    return NativeE2m1(dtype) if native else E2m1(dtype)
+    return partial(ptx.cvt_e2m1x8 if native else ptx.e2m1x8_to_16, dtype)
 
 
 def _converts_to_bf16(arch: Arch) -> bool:

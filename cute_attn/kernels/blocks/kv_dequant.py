@@ -16,10 +16,10 @@ from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.dequant import Fp8
-from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, start
+from cute_attn.kernels.blocks.pipeline import SmemRings, start
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.smem_map import StagedKvMemory
-from cute_attn.kernels.blocks.transform_warps import TransformWarps
+from cute_attn.kernels.blocks.transform_warps import OperandState, TransformWarps
 from cute_attn.kernels.formats import LINE
 
 OPERAND = "float16"
@@ -47,48 +47,29 @@ def normalize(places: Sequence[tuple[Int32, int]], of_row: Callable[[Int32], Int
 
 
 @dataclass(frozen=True)
-class StagedRows:
-    """Rows of K or V in a staged tile."""
-
-    columns: int  # of 64 elements
-    pitch: int  # bytes from a row to the next
-
-
-@dataclass(frozen=True)
 class KvDequant:
-    """Dequantization of staged tiles by the transform warps."""
+    """Dequantization of staged tiles by one of the transform warps: `run` makes the operand "k" or "v" of one."""
 
-    cols: int  # rows of a tile
+    memory: Any  # `StagedKvMemory`
     warp: Int32
     lane: Int32
     warps: int
-    k: StagedRows
-    v: StagedRows
-
-    def run(self, rows: Any, source: Int32, target: Int32) -> None:
-        """Dequantizes a tile. `rows`: `k` or `v`."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Fp8Rows(StagedRows):
-    """Rows of fp8 and their converter."""
-
-    converter: Fp8
 
 
 @dataclass(frozen=True)
 class Fp8KvDequant(KvDequant):
     """Dequantization of fp8 K and V."""
 
+    converter: Fp8
     groups: int = 1  # of eight rows, whose loads are in flight together
 
     @cute.jit
-    def run(self, rows: cutlass.Constexpr, source: Int32, target: Int32) -> None:
+    def run(self, operand: cutlass.Constexpr, source: Int32, target: Int32) -> None:
         """Dequantizes a tile, eight rows at a time. Odd rows take an even number of columns in swapped order: 8
         adjacent lanes then differ in bank, for reads and writes.
         """
-        cols, columns, pitch = self.cols, rows.columns, rows.pitch
+        memory, cols = self.memory, self.memory.tile.cols
+        columns, pitch = memory.columns(operand), memory.pitch(operand)
         row, quarter = self.lane >> 2, self.lane & 3
         read, write = source + row * pitch + quarter * CHUNK, target + row * LINE + ((2 * quarter) ^ row) * CHUNK
         swapped = (row & 1) * (1 - columns % 2)
@@ -102,30 +83,23 @@ class Fp8KvDequant(KvDequant):
             ]
             for piece in cutlass.range_constexpr(len(pieces)):
                 first, c = pieces[piece]
-                pairs = [pair for word in words[piece] for pair in rows.converter.word(word)]
+                pairs = [pair for word in words[piece] for pair in self.converter.word(word)]
                 at, offset = writes[c % 2] + i * (SWIZZLE_ROWS * LINE), first * LINE + c * cols * LINE
                 ptx.st_shared_v4(at, offset, pairs[:4])
                 ptx.st_shared_v4(at ^ Int32(CHUNK), offset, pairs[4:])
 
     @cute.jit
-    def clear(self, rows: cutlass.Constexpr, source: Int32, first: Int32) -> None:
+    def clear(self, operand: cutlass.Constexpr, source: Int32, first: Int32) -> None:
         """Zeroes keys from `first`: they belong to another request or to none, and 0 * NaN is not 0. Each warp clears
         the rows that it will read itself.
         """
-        chunks = rows.pitch // CHUNK
-        for i in cutlass.range(self.warp, self.cols // SWIZZLE_ROWS, self.warps, unroll=1):
+        chunks = self.memory.pitch(operand) // CHUNK
+        for i in cutlass.range(self.warp, self.memory.tile.cols // SWIZZLE_ROWS, self.warps, unroll=1):
             for j in cutlass.range_constexpr(SWIZZLE_ROWS * chunks // 32):
                 chunk = i * (SWIZZLE_ROWS * chunks) + 32 * j + self.lane
                 if chunk >= first * chunks:
                     ptx.st_shared_v4(source + chunk * CHUNK, 0, [Int32(0) for _ in range(4)])
         ptx.sync_warp()
-
-
-class OperandState(NamedTuple):
-    """Pipeline states of a K or V tile: in the ring of staged tiles, and in that of the operands made from them."""
-
-    staged: PipelineState
-    operand: PipelineState
 
 
 class KvState(NamedTuple):
@@ -141,16 +115,9 @@ class DequantWarps(TransformWarps):
     memory: StagedKvMemory
     groups = 1
 
-    @property
-    def clears_tail(self) -> bool:
-        """Whether rows past the end hold another request's values, or anything."""
-        return self.spec.schedule == "items" and self.spec.kv != "gathered"
-
     def transform(self, warp: Int32, lane: Int32) -> KvDequant:
-        memory, stored = self.memory, self.spec.kv_dtype
-        k = Fp8Rows(memory.qk_columns, memory.staged_k_pitch, Fp8(OPERAND, stored, native=True))
-        v = Fp8Rows(memory.vo_columns, memory.staged_v_pitch, Fp8(OPERAND, stored, native=True))
-        return Fp8KvDequant(memory.tile.cols, warp, lane, self.warps, k, v, self.groups)
+        converter = Fp8(OPERAND, self.spec.kv_dtype, native=True)
+        return Fp8KvDequant(self.memory, warp, lane, self.warps, converter, self.groups)
 
     def initial_state(self) -> KvState:
         return KvState(OperandState(start(), start()), OperandState(start(), start()))
@@ -160,33 +127,13 @@ class DequantWarps(TransformWarps):
         self, rings: SmemRings, transform: cutlass.Constexpr, at: KvState, order: cutlass.Constexpr, valid: Int32
     ) -> Any:
         """Dequantizes K one tile ahead of V, in the order in which the products need them."""
-        k, v, total = at.k, at.v, order.total
+        k, v, total, cols = at.k, at.v, order.total, self.spec.tile.cols
         if total > 0:
-            k = self.dequantize(rings, transform, "k", k, None)
+            k = self.make_operand(rings, transform, "k", k)
             for step in cutlass.range(1, total, unroll=1):
-                k = self.dequantize(rings, transform, "k", k, None)
-                of_step = ptx.select(step == 1, valid, Int32(self.spec.tile.cols))
-                v = self.dequantize(rings, transform, "v", v, of_step)
-            of_last = ptx.select(total == 1, valid, Int32(self.spec.tile.cols))
-            v = self.dequantize(rings, transform, "v", v, of_last)
+                k = self.make_operand(rings, transform, "k", k)
+                of_step = ptx.select(step == 1, valid, Int32(cols))
+                v = self.make_operand(rings, transform, "v", v, lambda valid=of_step: (valid < cols, valid))
+            of_last = ptx.select(total == 1, valid, Int32(cols))
+            v = self.make_operand(rings, transform, "v", v, lambda: (of_last < cols, of_last))
         return KvState(k, v)
-
-    @cute.jit
-    def dequantize(
-        self,
-        rings: SmemRings,
-        transform: cutlass.Constexpr,
-        operand: cutlass.Constexpr,
-        at: OperandState,
-        valid: Any,
-    ) -> Any:
-        """Dequantizes a tile of "k" or "v". `valid`: its keys, where those behind them may have to be cleared."""
-        staged, ring, rows = rings.by_name[f"staged_{operand}"], rings.by_name[operand], getattr(transform, operand)
-        staged.wait_full(at.staged)
-        if cutlass.const_expr(self.clears_tail and valid is not None):  # noqa: SIM102
-            if valid < self.spec.tile.cols:
-                transform.clear(rows, staged.address(at.staged), valid)
-        ring.wait_empty(at.operand)
-        transform.run(rows, staged.address(at.staged), ring.address(at.operand))
-        self.publish_operand([staged.empty(at.staged), ring.full(at.operand)], transform.lane)
-        return OperandState(staged.next(at.staged), ring.next(at.operand))

@@ -46,6 +46,27 @@ class TmaOperand:
         return cutlass.and_(slot_row >= 0, slot_row < self.keys)
 
 
+@dataclass(frozen=True)
+class PageTable:
+    """Pages of a request: token t is row t mod `size` of the page whose id is entry t / `size` of its table."""
+
+    entries: Int64  # address of the first page id
+    size: Divisor
+    kv_end: Int32
+
+    def page_id(self, wanted: Boolean, token: Int32) -> Int32:
+        """Loads the page id of a token if `wanted`, as `ptx.ld_page_id_if`."""
+        return ptx.ld_page_id_if(wanted, self.entries + Int64(self.size.quotient(token)) * Int64(4))
+
+    def within(self, token: Int32) -> Int32:
+        """Returns the row of a token in its page."""
+        return token - self.size.quotient(token) * self.size.value
+
+    def address(self, rows: Any, token: Int32, page: Int32) -> Int64:
+        """Returns the address of a token's row; `rows` have a base and strides, per token and per page."""
+        return ptx.mad_u32(self.within(token), rows.stride, ptx.mad_u32(page, rows.page_stride, rows.base))
+
+
 class KvSource:
     """How K and V tiles are loaded: by the producer warp alone, whose copies arrive at full barriers by themselves."""
 
@@ -96,9 +117,7 @@ class PagedTmaKV(KvSource):
     cols: int
     kv_head: Int32
     lane: Int32
-    kv_end: Int32
-    table: Int64  # address of the request's first page id
-    page_size: Divisor
+    pages: PageTable
     box_rows: Int32
     k: TmaOperand
     v: TmaOperand
@@ -113,8 +132,8 @@ class PagedTmaKV(KvSource):
         for i in self.rounds():
             row = (self.lane + 32 * i) * self.box_rows
             token = kv_tile * self.cols + row
-            exists = cutlass.and_(row < self.cols, token < self.kv_end)
-            page = ptx.load_word_if(exists, self.table + Int64(self.page_size.quotient(token)) * Int64(4))
+            exists = cutlass.and_(row < self.cols, token < self.pages.kv_end)
+            page = ptx.load_word_if(exists, self.pages.entries + Int64(self.pages.size.quotient(token)) * Int64(4))
             page_ids.append(ptx.select(exists, page, Int32(NO_PAGE)))
         return page_ids
 
@@ -129,8 +148,7 @@ class PagedTmaKV(KvSource):
             row = (self.lane + 32 * i) * self.box_rows
             slot_row = row - operand.first_key
             if operand.in_part(slot_row, self.cols):
-                token = kv_tile * self.cols + row
-                within = token - self.page_size.quotient(token) * self.page_size.value
+                within = self.pages.within(kv_tile * self.cols + row)
                 for column in cutlass.range_constexpr(operand.rows.columns):
                     coordinates = [operand.item(column), within, self.kv_head, page_ids[i]]
                     box = target + slot_row * operand.rows.pitch + Int32(column * operand.keys * operand.rows.pitch)
@@ -167,9 +185,7 @@ class GatheredKV(KvSource):
     arrivals: ClassVar[int] = 4  # at a full barrier per tile: one per warp
     cols: int
     thread: Int32  # of the producer warps
-    kv_end: Int32
-    table: Int64  # address of the request's first page id
-    page_size: Divisor
+    pages: PageTable
     k: PageRows
     v: PageRows
 
@@ -191,8 +207,8 @@ class GatheredKV(KvSource):
         page_ids = []
         for i in self.rounds:
             token = self.token(kv_tile, i)
-            exists = cutlass.and_(self.thread & 31 < self.round_rows, token < self.kv_end)
-            page_ids.append(ptx.ld_page_id_if(exists, self.table + Int64(self.page_size.quotient(token)) * Int64(4)))
+            exists = cutlass.and_(self.thread & 31 < self.round_rows, token < self.pages.kv_end)
+            page_ids.append(self.pages.page_id(exists, token))
         return page_ids
 
     def token(self, kv_tile: Int32, i: int) -> Int32:
@@ -207,12 +223,10 @@ class GatheredKV(KvSource):
         ptx.cp_async_commit()
 
     def copy_round(self, rows: PageRows, target: Int32, kv_tile: Int32, i: int, page_id: Int32) -> None:
-        token = self.token(kv_tile, i)
-        within = token - self.page_size.quotient(token) * self.page_size.value
-        address = ptx.mad_u32(within, rows.stride, ptx.mad_u32(page_id, rows.page_stride, rows.base))
-        lane = self.thread & 31
+        token, lane = self.token(kv_tile, i), self.thread & 31
+        address = self.pages.address(rows, token, page_id)
         row, chunk = lane >> 3, lane & 7  # in a pass
-        left = self.kv_end - (token - lane + row)
+        left = self.pages.kv_end - (token - lane + row)
         shared = target + swizzled((self.thread >> 5) * self.warp_rows + row, chunk, LINE)
         for j in range(self.round_rows // ROWS_PER_PASS):
             first = i * self.round_rows + j * ROWS_PER_PASS
@@ -254,9 +268,7 @@ class GatheredFp8KV(KvSource):
     arrivals: ClassVar[int] = 32  # at a full barrier per tile: every lane's own copies
     cols: int
     lane: Int32
-    kv_end: Int32
-    table: Int64  # address of the request's first page id
-    page_size: Divisor
+    pages: PageTable
     k: PageRows
     v: PageRows
 
@@ -267,19 +279,17 @@ class GatheredFp8KV(KvSource):
         page_ids = []
         for i in self.rounds():
             token = kv_tile * self.cols + self.lane + 32 * i
-            exists = cutlass.and_(self.lane + 32 * i < self.cols, token < self.kv_end)
-            page_ids.append(ptx.ld_page_id_if(exists, self.table + Int64(self.page_size.quotient(token)) * Int64(4)))
+            exists = cutlass.and_(self.lane + 32 * i < self.cols, token < self.pages.kv_end)
+            page_ids.append(self.pages.page_id(exists, token))
         return page_ids
 
     def copy(self, rows: PageRows, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]) -> None:
         columns = -(-rows.chunks // 4)
         row, chunk = self.lane >> 2, self.lane & 3  # within a pass of eight rows
         shared = target + row * (64 * columns) + chunk * CHUNK
-        left = self.kv_end - (kv_tile * self.cols + row)
+        left = self.pages.kv_end - (kv_tile * self.cols + row)
         for i in self.rounds():
-            token = kv_tile * self.cols + self.lane + 32 * i
-            within = token - self.page_size.quotient(token) * self.page_size.value
-            address = ptx.mad_u32(within, rows.stride, ptx.mad_u32(page_ids[i], rows.page_stride, rows.base))
+            address = self.pages.address(rows, kv_tile * self.cols + self.lane + 32 * i, page_ids[i])
             for first in range(32 * i, min(32 * i + 32, self.cols), 8):
                 source = ptx.shuffle_from(address, row + Int32(first % 32)) + Int64(chunk * CHUNK)
                 size = ptx.select(left > Int32(first), Int32(CHUNK), Int32(0))

@@ -6,6 +6,8 @@ code.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -157,15 +159,21 @@ class PackedMask(BandMask):
 
         Words start at the warp's first column, not at the thread's: both bits of an MMA pair then lie in one word.
         """
-        count = self.layout.places(0)[-1][1] // 32 + 1
-        bit = Int64(token) * Int64(self.kv_len) + Int64(col)
-        address = self.bits + (bit >> Int64(3))
-        aligned = address & Int64(-4)
-        shift = Int32((address & Int64(3)) * Int64(8) + (bit & Int64(7)))
-        raw = [load_mask_word(aligned + Int64(4 * i), self.bits_end) for i in range(count + 1)]
+        raw, shift = mask_words(self, token, col, self.layout.places(0)[-1][1] // 32 + 2)
         inner = self.lanes.lane_col()
-        words = [funnel_shift_right(raw[i], raw[i + 1], shift) for i in range(count)]
+        words = [funnel_shift_right(low, high, shift) for low, high in pairwise(raw)]
         return [word >> inner for word in words]
+
+
+def mask_words(mask: Any, token: Int32, col: Int32, count: int) -> tuple[list[Int32], Int32]:
+    """Loads `count` words with the bits of a token's columns from `col`, and returns the bit where these begin. `mask`:
+    its `bits`, their end and `kv_len`.
+    """
+    bit = Int64(token) * Int64(mask.kv_len) + Int64(col)
+    address = mask.bits + (bit >> Int64(3))
+    aligned = address & Int64(-4)
+    shift = Int32((address & Int64(3)) * Int64(8) + (bit & Int64(7)))
+    return [load_mask_word(aligned + Int64(4 * i), mask.bits_end) for i in range(count)], shift
 
 
 @cute.jit

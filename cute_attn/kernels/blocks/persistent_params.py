@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from cutlass import Float32, Int32, Int64
 
+from cute_attn.kernels.blocks.rows import Divisor
+
 
 class PersistentParams(NamedTuple):
     """Kernel parameters after the tensor maps, in order. Addresses are Int64, 0 where absent; strides are bytes."""
@@ -27,40 +29,28 @@ class PersistentParams(NamedTuple):
     full_tiles: Int32  # -1; 0: all kv tiles count as masked
     total_tiles: Int32
     num_qo_heads: Int32
-    group: Int32  # heads that share a tile's rows
-    group_multiplier: Int32
-    group_shift: Int32
+    group: Divisor  # heads that share a tile's rows
     tile_rows: Int32  # packed rows of a query tile: whole tokens of the heads that share it
-    kv_group: Int32  # blocks of such heads per kv head
-    kv_group_multiplier: Int32
-    kv_group_shift: Int32
+    kv_group: Divisor  # blocks of such heads per kv head
     scale: Float32
     soft_cap: Float32
     v_scale: Float32
     lse_scale: Float32
-    section_tiles: Int32
-    section_tiles_multiplier: Int32
-    section_tiles_shift: Int32
-    section_heads: Int32
-    section_heads_multiplier: Int32
-    section_heads_shift: Int32
+    section_tiles: Divisor
+    section_heads: Divisor
     # schedule "grid"
     qo_len: Int32
     kv_len: Int32
     last_block: Int32
     split_tokens: Int32
-    split_tiles: Int32
-    split_tiles_multiplier: Int32
-    split_tiles_shift: Int32
+    split_tiles: Divisor
     # schedule "items"
     items: Int64
     o_partial: Int64
     lse_partial: Int64
     head_blocks: Int32
     # all kv but "dense"
-    page_size: Int32
-    page_multiplier: Int32
-    page_shift: Int32
+    page_size: Divisor
     box_rows: Int32
     kv_indices: Int64
     # kv "gathered": bytes from a page, a token and a head to the next

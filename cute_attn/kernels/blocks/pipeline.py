@@ -85,19 +85,6 @@ class Ring:
         return PipelineState(ptx.select(state.index_phase == 0, Int32(2 * self.stages), state.index_phase) - 1)
 
 
-def rings_at(layout: SmemMap, base: Int32, types: Mapping[str, type[Ring]]) -> dict[str, Ring]:
-    """Returns the rings of shared memory from `base`, by name. `types`: of those that are no plain `Ring`."""
-    return {
-        ring.name: types.get(ring.name, Ring)(
-            ring.stages,
-            ring.slot_bytes,
-            base + Int32(layout.offset(ring.name)),
-            base + Int32(layout.barriers(ring.name)),
-        )
-        for ring in layout.rings
-    }
-
-
 @dataclass(frozen=True)
 class WarpRole:
     """Warps with one task: the arrival counts of all barriers follow from their rings. `fills`: rings whose slots they
@@ -124,23 +111,45 @@ def empty_arrivals(roles: Iterable[WarpRole], ring: str) -> int:
 
 
 @dataclass(frozen=True)
-class SmemRings:
-    """Rings of a CTA by name, the records of its query tiles and its scratch regions."""
+class Rings:
+    """Rings of a CTA and its scratch regions, by name, in shared memory from `base`."""
 
+    base: Int32
     by_name: Mapping[str, Ring]
-    staged_k: Ring  # into which K is loaded: the ring of the operands, or that of tiles to be transformed
-    staged_v: Ring
-    records: Int32  # one per `PipelineState` of Q's ring: Q is released before the tile's results are written
     scratch: Mapping[str, Int32]
 
     @classmethod
+    def at(cls, layout: SmemMap, base: Int32, types: Mapping[str, type[Ring]]) -> "Rings":
+        """Returns those of a map. `types`: of the rings that are no plain `Ring`."""
+        rings = {
+            ring.name: types.get(ring.name, Ring)(
+                ring.stages,
+                ring.slot_bytes,
+                base + Int32(layout.offset(ring.name)),
+                base + Int32(layout.barriers(ring.name)),
+            )
+            for ring in layout.rings
+        }
+        return Rings(base, rings, {part.name: base + Int32(layout.offset(part.name)) for part in layout.scratch})
+
+    def initialise(self, roles: Sequence[WarpRole]) -> None:
+        for name, ring in self.by_name.items():
+            ring.initialise(full_arrivals(roles, name), empty_arrivals(roles, name))
+
+
+@dataclass(frozen=True)
+class SmemRings(Rings):
+    """Rings of a persistent CTA, and the records of its query tiles."""
+
+    staged_k: Ring  # into which K is loaded: the ring of the operands, or that of tiles to be transformed
+    staged_v: Ring
+    records: Int32  # one per `PipelineState` of Q's ring: Q is released before the tile's results are written
+
+    @classmethod
     def of(cls, memory: TileMemory, base: Int32) -> "SmemRings":
-        layout = memory.map
-        rings = rings_at(layout, base, cls.ring_types(memory))
-        staged_k, staged_v = (rings[memory.loaded_ring(operand)] for operand in ("k", "v"))
-        records = base + Int32(layout.offset("records"))
-        scratch = {part.name: base + Int32(layout.offset(part.name)) for part in layout.scratch}
-        return cls(rings, staged_k, staged_v, records, scratch)
+        plain, records = Rings.at(memory.map, base, cls.ring_types(memory)), memory.map.offset("records")
+        staged_k, staged_v = (plain.by_name[memory.loaded_ring(operand)] for operand in ("k", "v"))
+        return cls(base, plain.by_name, plain.scratch, staged_k, staged_v, base + Int32(records))
 
     @classmethod
     def ring_types(cls, memory: Any) -> Mapping[str, type[Ring]]:
@@ -157,10 +166,6 @@ class SmemRings:
     @property
     def v(self) -> Ring:
         return self.by_name["v"]
-
-    def initialise(self, roles: Sequence[WarpRole]) -> None:
-        for name, ring in self.by_name.items():
-            ring.initialise(full_arrivals(roles, name), empty_arrivals(roles, name))
 
     def next_head_block(self, q: PipelineState) -> Int32:
         """Waits for the next query tile; returns the head block of its record, negative after the last tile."""

@@ -17,12 +17,12 @@ from cute_attn.kernels.blocks.kv_sources import (
     KvSource,
     PagedTmaKV,
     PageRows,
+    PageTable,
     TmaOperand,
 )
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, WarpRole, start
-from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.blocks.tile_scheduler import (
@@ -67,7 +67,7 @@ class OneCta:
 
     def operands(self, maps: Maps, memory: TileMemory, cols: int) -> tuple[TmaOperand, TmaOperand]:
         """Returns the parts of K and V that this CTA loads of every kv tile."""
-        return TmaOperand(maps.k, memory.loaded_k, cols), TmaOperand(maps.v, memory.loaded_v, cols)
+        return TmaOperand(maps.k, memory.loaded("k"), cols), TmaOperand(maps.v, memory.loaded("v"), cols)
 
     def q_boxes(self, rows: int) -> list[tuple[Int32, int]]:
         """Returns the rows that this CTA loads of a work item of `rows` rows: first row of a box, and where it goes."""
@@ -177,16 +177,14 @@ class Producer:
         k, v = self.cta.operands(maps, self.memory, cols)
         if self.source_type is DenseTmaKV:
             return DenseTmaKV(cols, work.kv_start, kv_head, thread, k, v, self.cta)
-        page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
-        table = p.kv_indices + Int64(work.kv_start) * Int64(4)
+        pages = PageTable(p.kv_indices + Int64(work.kv_start) * Int64(4), p.page_size, work.kv_end)
         if self.source_type is PagedTmaKV:
-            boxes = p.box_rows
-            return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, boxes, k, v, self.cta)
+            return PagedTmaKV(cols, kv_head, thread, pages, p.box_rows, k, v, self.cta)
         assert issubclass(self.source_type, GatheredKV | GatheredFp8KV)
         k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
         k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))
         v_rows = PageRows(v_base, p.v_page_stride, p.v_stride_n, self.chunks(self.spec.head_dim_vo))
-        return self.source_type(cols, thread, work.kv_end, table, page_size, k_rows, v_rows)
+        return self.source_type(cols, thread, pages, k_rows, v_rows)
 
     def chunks(self, head_dim: int) -> int:
         """Returns the 16-byte chunks of a stored row of K or V."""

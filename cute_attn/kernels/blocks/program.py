@@ -9,7 +9,7 @@ from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
 from cute_attn.kernels.blocks.masks import BandMask, KeyBounds, MultiItemMask, PackedMask, RangeMask, StopMask
-from cute_attn.kernels.blocks.scalars import zeros
+from cute_attn.kernels.blocks.scalars import scalars_of, zeros
 from cute_attn.kernels.blocks.scores import Alibi, RowScales, Scale, Scores, SoftCap
 from cute_attn.schedule.records import NO_PARTIAL
 
@@ -18,7 +18,9 @@ Epilogues = tuple[Callable[[], FinalEpilogue], Callable[[], PartialEpilogue]]
 
 
 class GridProgram:
-    """Kernel of one spec. A subclass has `kernel`, its parameters and its block, and what is not as by default."""
+    """Kernel of one spec. A subclass has `kernel`, its parameters and its block, and what is not as by default.
+    `params`: a NamedTuple class of scalars, and of tuples of scalars.
+    """
 
     params: Any
     kernel: Any
@@ -26,6 +28,10 @@ class GridProgram:
     smem_bytes = 0
     cluster = (1, 1, 1)
     min_ctas = 1  # per SM, that ptxas leaves registers for; 0: as it likes
+
+    @property
+    def scalars(self) -> dict[str, Any]:
+        return scalars_of(self.params)
 
     def compile_args(self) -> tuple[Any, ...]:
         return (zeros(self.params), Int32(1), Int32(1), Int32(1))

@@ -248,12 +248,12 @@ tanh = arithmetic("tanh.approx.f32")  # with an absolute error up to 2^-11 (the 
 sin = arithmetic("sin.approx.ftz.f32")
 cos = arithmetic("cos.approx.ftz.f32")
 reciprocal = arithmetic("rcp.approx.ftz.f32")
-round_to_integer = arithmetic("cvt.rni.f32.f32")
 floor = arithmetic("cvt.rmi.f32.f32")
 magnitude = arithmetic("abs.f32")
 fma = arithmetic("fma.rn.f32")
 fmax = arithmetic("max.f32")
 fmin = arithmetic("min.f32")
+fmax_nan = arithmetic("max.NaN.f32")  # NaN if any operand is; of three operands on sm_100 and later
 divide = arithmetic("div.u32", Int32)  # 0 <= a < 2^32 by b > 0, rounding down
 count_ones = arithmetic("popc.b32", Int32)
 minimum_u32 = arithmetic("min.u32", Int32)
@@ -264,14 +264,6 @@ def mad_u32(a: Int32, b: Int64, c: Int64) -> Int64:
     """Computes a * b + c in 64 bits, for a >= 0."""
     text = "{.reg .b64 t; cvt.u64.u32 t, $1; mad.lo.s64 $0, t, $2, $3;}"
     return asm(text, [Int64], [a, b, c], pure=True)
-
-
-def double_to_float_pair(x: Float64) -> tuple[Float32, Float32]:
-    """Returns (hi, lo) with hi + lo = x to twice fp32's precision."""
-    hi = asm("cvt.rn.f32.f64 $0, $1;", [Float32], [x], pure=True)
-    back = asm("cvt.f64.f32 $0, $1;", [Float64], [hi], pure=True)
-    lo = asm("cvt.rn.f32.f64 $0, $1;", [Float32], [x - back], pure=True)
-    return hi, lo
 
 
 def fraction_words(x: Float64) -> tuple[Int32, Int32]:
@@ -333,6 +325,11 @@ def warp_minimum(x: Int32) -> Int32:
 def warp_maximum(x: Int32) -> Int32:
     """Returns the largest of all lanes' numbers."""
     return asm("redux.sync.max.s32 $0, $1, 0xffffffff;", [Int32], [x])
+
+
+def warp_sum(x: Int32) -> Int32:
+    """Returns the sum of all lanes' numbers."""
+    return asm("redux.sync.add.s32 $0, $1, 0xffffffff;", [Int32], [x])
 
 
 def pack_16(dtype: str, lo: Float32, hi: Float32) -> Int32:

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import cutlass
+import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
@@ -21,11 +23,6 @@ class RegisterLayout(ABC):
     def slots(self) -> range:
         """Row slots of the thread."""
 
-    @property
-    @abstractmethod
-    def columns_per_thread(self) -> int:
-        """Number of registers of a row slot."""
-
     @abstractmethod
     def places(self, slot: int) -> list[tuple[int, int]]:
         """Returns (register, column) of all that the thread holds of a row slot, in ascending order."""
@@ -37,6 +34,11 @@ class RegisterLayout(ABC):
     @abstractmethod
     def reduce(self, op: Callable[[Float32, Float32], Float32], x: Float32) -> Float32:
         """Reduces over the threads that share a row."""
+
+    @property
+    def columns_per_thread(self) -> int:
+        """Number of registers of a row slot."""
+        return len(self.places(0))
 
     def zeros(self) -> list[Float32]:
         """Returns an accumulator of zeros."""
@@ -66,10 +68,6 @@ class MmaFragmentLayout(RegisterLayout):
     @property
     def slots(self) -> range:
         return range(2 * self.m_blocks)
-
-    @property
-    def columns_per_thread(self) -> int:
-        return 2 * self.n_blocks
 
     def block(self, m: int, n: int) -> int:
         """Returns the first register of a block."""
@@ -148,6 +146,34 @@ class FragmentPosition:
 
 
 @dataclass(frozen=True)
+class RowNumbers:
+    """Columns of fp32 numbers in shared memory, with one per row of the tile: what warps that share rows tell each
+    other.
+    """
+
+    address: Int32
+    tile_rows: int
+    lanes: FragmentPosition
+
+    @cute.jit
+    def put(self, column: Int32, values: list[Float32]) -> None:
+        """Writes a number per row slot, the same in all lanes of a quad."""
+        if self.lanes.quad_lane == 0:
+            column = self.address + column * (self.tile_rows * 4)
+            for slot in cutlass.range_constexpr(len(values)):
+                ptx.st_shared_f32(column + self.lanes.row(slot) * 4, 0, values[slot])
+
+    def of_row(self, row: Int32, columns: int) -> list[Float32]:
+        """Reads the numbers of a row in the first columns."""
+        return [ptx.ld_shared_f32(self.address + row * 4, i * self.tile_rows * 4) for i in range(columns)]
+
+    def of_column(self, column: Int32, slots: Sequence[int]) -> list[Float32]:
+        """Reads the numbers of this thread's row slots."""
+        address = self.address + column * (self.tile_rows * 4)
+        return [ptx.ld_shared_f32(address + self.lanes.row(slot) * 4) for slot in slots]
+
+
+@dataclass(frozen=True)
 class RowLayout(RegisterLayout):
     """Part of a thread that owns a whole row, as tcgen05.ld.32x32b gives it: register i is column i."""
 
@@ -156,10 +182,6 @@ class RowLayout(RegisterLayout):
     @property
     def slots(self) -> range:
         return range(1)
-
-    @property
-    def columns_per_thread(self) -> int:
-        return self.columns
 
     def places(self, slot: int) -> list[tuple[int, int]]:
         return [(i, i) for i in range(self.columns)]

@@ -1,8 +1,9 @@
 """Rotary embedding of pairs (d, d + D/2) (NeoX order; Su et al. 2021).
 
-In `RotaryTable`, the angle is position * theta^(-2i/D) / rope_scale. In fp32 that product loses whole radians at
-position 10^5, so it is formed in units of turns with the frequency as a (hi, lo) pair, reduced to half a turn exactly,
-and only then scaled by 2 pi. Rotated values are rounded back to 16 bits, which the matrix units need.
+The angle is position * theta^(-2i/D) / rope_scale, which in fp32 loses whole radians at position 10^5. Positions are
+integers, so that whole turns of a frequency do not count: frequencies are fractions of 64 bits in units of turns, and
+the upper 32 bits of their product with a position are the angle: seven instructions, none on the unit of `sin` but the
+two. Rotated values are rounded back to 16 bits, which the matrix units need.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from cutlass import Float32, Float64, Int32
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.smem import swizzled
 
-TWO_PI = 6.283185307179586
+RADIANS = 6.283185307179586 / 2**32  # of a unit of `ptx.scaled_fraction`
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class RotaryTable:
 
     dtype: str
     head_dim: int
-    table: Int32  # shared address of (hi, lo) frequencies
+    table: Int32  # shared address of frequencies, words of `ptx.fraction_words`
     base: Float64  # turns per position of pair 0: 1 / (2 pi rope_scale)
     ratio: Float64  # theta^(-2 / head_dim)
     threads: int  # of the CTA
@@ -44,42 +45,31 @@ class RotaryTable:
                 for bit in cutlass.range_constexpr(self.power_bits):  # ratio^pair by squaring
                     frequency = ptx.select((pair >> bit) % 2 == 1, frequency * power, frequency)
                     power = power * power
-                ptx.st_shared_v2_f32(self.table + pair * 8, 0, self.entry(frequency))
+                ptx.st_shared_v2(self.table + pair * 8, 0, [*ptx.fraction_words(frequency)])
 
-    def entry(self, frequency: Float64) -> list[Float32]:
-        """Returns what the table holds of a frequency."""
-        return [*ptx.double_to_float_pair(frequency)]
-
-    def rotate_chunk(self, low_at: Int32, high_at: Int32, table: Int32, position: Float32) -> None:
+    def rotate_chunk(self, low_at: Int32, high_at: Int32, table: Int32, position: Int32) -> None:
         """Rotates eight dimensions with their eight partners half a row to the right, in place."""
         low, high = self.rotated(ptx.ld_shared_v4(low_at), ptx.ld_shared_v4(high_at), table, position)
         ptx.st_shared_v4(low_at, 0, low)
         ptx.st_shared_v4(high_at, 0, high)
 
     def rotated(
-        self, low: list[Int32], high: list[Int32], table: Int32, position: Any
+        self, low: list[Int32], high: list[Int32], table: Int32, position: Int32
     ) -> tuple[list[Int32], list[Int32]]:
         """Rotates eight dimensions and their partners. `table`: address of the frequency of the first."""
         new_low, new_high = [], []
         for word in range(4):
             a, b = ptx.unpack_16(self.dtype, low[word]), ptx.unpack_16(self.dtype, high[word])
-            turns = ptx.ld_shared_v4_f32(table, word * 16)
-            turned = [self.turn(a[j], b[j], position, turns[2 * j], turns[2 * j + 1]) for j in (0, 1)]
+            words = ptx.ld_shared_v4(table, word * 16)
+            turned = [self.turn(a[j], b[j], position, *words[2 * j : 2 * j + 2]) for j in (0, 1)]
             new_low.append(ptx.pack_16(self.dtype, turned[0][0], turned[1][0]))
             new_high.append(ptx.pack_16(self.dtype, turned[0][1], turned[1][1]))
         return new_low, new_high
 
-    def turn(self, a: Float32, b: Float32, position: Any, hi: Float32, lo: Float32) -> tuple[Float32, Float32]:
-        angle = self.angle(position, hi, lo)
+    def turn(self, a: Float32, b: Float32, position: Int32, upper: Int32, lower: Int32) -> tuple[Float32, Float32]:
+        angle = ptx.scaled_fraction(position, upper, lower) * Float32(RADIANS)
         sin, cos = ptx.sin(angle), ptx.cos(angle)
         return a * cos - b * sin, b * cos + a * sin
-
-    def angle(self, position: Any, hi: Float32, lo: Float32) -> Float32:
-        """Returns the angle in radians, within half a turn."""
-        product = position * hi
-        error = ptx.fma(position, hi, Float32(0.0) - product)
-        turns = (product - ptx.round_to_integer(product)) + ptx.fma(position, lo, error)
-        return turns * Float32(TWO_PI)
 
 
 @dataclass(frozen=True)
@@ -98,4 +88,4 @@ class RowRotation(RotaryTable):
             for row in cutlass.range(team.thread // lanes, rows, team.size // lanes, unroll=1):
                 low = target + swizzled(row, chunk, self.pitch)
                 high = target + swizzled(row, chunk + pairs, self.pitch)
-                self.rotate_chunk(low, high, self.table + chunk * 64, Float32(position(row)))
+                self.rotate_chunk(low, high, self.table + chunk * 64, Int32(position(row)))

@@ -5,6 +5,7 @@ with one read of K and V, and a decode step fills the rows of an MMA with heads.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64
@@ -12,9 +13,10 @@ from cutlass import Int32, Int64
 from cute_attn.kernels.blocks import ptx
 
 
-@dataclass(frozen=True)
-class Divisor:
-    """Division of 0 <= n < 2^31 by a run-time divisor with one multiplication (`params.magic` is the host's half)."""
+class Divisor(NamedTuple):
+    """Division of 0 <= n < 2^31 by a run-time divisor with one multiplication (`params.magic` is the host's half). As a
+    parameter of a kernel it is three scalars, named by `scalars_of`.
+    """
 
     value: Int32
     multiplier: Int32

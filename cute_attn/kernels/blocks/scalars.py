@@ -1,6 +1,7 @@
 """Small functions that every kernel uses: parameters for tracing, scales in device memory, places of a thread."""
 
 import typing
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -9,9 +10,21 @@ from cutlass import Float32, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 
 
-def zeros(params: type) -> tuple:
+def zeros(params: Any) -> Any:
     """Returns a parameter tuple of the right types; tracing uses nothing else."""
-    return params(*(kind(0) for kind in typing.get_type_hints(params).values()))
+    kinds = typing.get_type_hints(params).values()
+    return params(*(zeros(kind) if hasattr(kind, "_fields") else kind(0) for kind in kinds))
+
+
+def scalars_of(params: Any) -> dict[str, Any]:
+    """Returns names and types of the scalars of a parameter tuple. Of a field that is a tuple itself, the first has the
+    field's name, the others theirs behind that.
+    """
+    found: dict[str, Any] = {}
+    for name, kind in typing.get_type_hints(params).items():
+        first, *others = scalars_of(kind).items() if hasattr(kind, "_fields") else [("", kind)]
+        found |= {name: first[1]} | {f"{name}_{part}": other for part, other in others}
+    return found
 
 
 def shared_memory() -> Int32:

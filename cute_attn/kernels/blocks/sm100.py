@@ -175,4 +175,3 @@ def halves(x: Int64) -> list[Float32]:
 fma_pair = arithmetic("fma.rn.ftz.f32x2", Int64)
 mul_pair = arithmetic("mul.rn.ftz.f32x2", Int64)
 add_pair = arithmetic("add.rn.ftz.f32x2", Int64)
-fmax3_nan = arithmetic("max.NaN.f32")  # NaN if any operand is

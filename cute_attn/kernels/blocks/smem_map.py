@@ -188,13 +188,13 @@ class TileMemory:
     def vo_columns(self) -> int:
         return -(-self.head_dim_vo // self.line_items)
 
-    @property
-    def loaded_k(self) -> LoadedRows:
-        return LoadedRows(self.qk_columns, self.line_items, LINE)
+    def columns(self, operand: str) -> int:
+        """Columns of a row of operand "k" or "v"."""
+        return self.vo_columns if operand == "v" else self.qk_columns
 
-    @property
-    def loaded_v(self) -> LoadedRows:
-        return LoadedRows(self.vo_columns, self.line_items, LINE)
+    def loaded(self, operand: str) -> LoadedRows:
+        """Rows of operand "k" or "v" as the producer loads them."""
+        return LoadedRows(self.columns(operand), self.line_items, LINE)
 
     def loaded_ring(self, operand: str) -> str:
         """Name of the ring into which operand "k" or "v" is loaded: a staging ring where warps transform its tiles."""
@@ -208,26 +208,18 @@ class StagedKvMemory(TileMemory):
     elements.
     """
 
-    @property
-    def staged_k_pitch(self) -> int:
-        return self.qk_columns * self.line_items
+    def pitch(self, operand: str) -> int:
+        """Bytes of a staged row."""
+        return self.columns(operand) * self.line_items
 
-    @property
-    def staged_v_pitch(self) -> int:
-        return self.vo_columns * self.line_items
+    def staged_bytes(self, operand: str) -> int:
+        """Bytes of a staged tile."""
+        return self.tile.cols * self.pitch(operand)
 
-    def staged_rings(self, stages: int) -> tuple[RingLayout, RingLayout]:
+    def staged_rings(self, stages: int) -> list[RingLayout]:
         """Returns the rings of staged tiles."""
-        return (
-            RingLayout("staged_k", stages, self.tile.cols * self.staged_k_pitch),
-            RingLayout("staged_v", stages, self.tile.cols * self.staged_v_pitch),
-        )
+        return [RingLayout(f"staged_{operand}", stages, self.staged_bytes(operand)) for operand in "kv"]
 
-    @property
-    def loaded_k(self) -> LoadedRows:
+    def loaded(self, operand: str) -> LoadedRows:
         """Whole rows: one piece."""
-        return LoadedRows(1, self.staged_k_pitch, self.staged_k_pitch)
-
-    @property
-    def loaded_v(self) -> LoadedRows:
-        return LoadedRows(1, self.staged_v_pitch, self.staged_v_pitch)
+        return LoadedRows(1, self.pitch(operand), self.pitch(operand))

@@ -64,6 +64,15 @@ class OnlineSoftmax:
     def slots(self) -> range:
         return self.layout.slots
 
+    @property
+    def hidden(self) -> Float32:
+        """Score of a hidden column."""
+        return Float32(ptx.NEG_INF)
+
+    def ascending(self, s: list[Float32]) -> list[Float32]:
+        """Returns scores of which the largest has the largest exponential."""
+        return s
+
     def no_anchors(self) -> list[Float32]:
         """Returns the shifts of rows that have seen no key yet."""
         return [Float32(INFINITY) for _ in self.slots]

@@ -9,7 +9,7 @@ from cutlass import Boolean, Int32, Int64
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.masks import Band
 from cute_attn.kernels.blocks.pipeline import PipelineState
-from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.schedule.records import ITEM_INTS, Item
 
 NO_WORK = -1
@@ -38,9 +38,9 @@ class QueryTile(NamedTuple):
 
     def rows(self, p: Any) -> PackedRows:
         """Rows of the tile; those behind `p.tile_rows` belong to the next one and count as if they did not exist."""
-        group, end = Divisor(p.group, p.group_multiplier, p.group_shift), self.first_row + p.tile_rows
-        count = ptx.minimum(self.qo_len * p.group, end)
-        return PackedRows(self.first_row, count, group, self.head_block * p.group, self.qo_start)
+        group, end = p.group.value, self.first_row + p.tile_rows
+        count = ptx.minimum(self.qo_len * group, end)
+        return PackedRows(self.first_row, count, p.group, self.head_block * group, self.qo_start)
 
     def from_first_key(self, p: Any) -> "QueryTile":
         """Returns the same work with the first key that its rows see as token 0 of the request's keys."""
@@ -51,7 +51,7 @@ class QueryTile(NamedTuple):
         )
 
     def kv_head(self, p: Any) -> Int32:
-        return Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(self.head_block)
+        return p.kv_group.quotient(self.head_block)
 
     def mask(self, p: Any) -> Int64:
         """Address of the first byte of the packed mask."""
@@ -82,13 +82,14 @@ class SectionPosition(NamedTuple):
 
     @classmethod
     def of(cls, p: Any, index: Int32) -> "SectionPosition":
-        section = Divisor(p.section_tiles, p.section_tiles_multiplier, p.section_tiles_shift).quotient(index)
-        within = index - section * p.section_tiles
-        number = Divisor(p.section_heads, p.section_heads_multiplier, p.section_heads_shift).quotient(within)
+        section = p.section_tiles.quotient(index)
+        within = index - section * p.section_tiles.value
+        number = p.section_heads.quotient(within)
         return cls(section, within, number)
 
     def head_block(self, p: Any) -> Int32:
-        return self.section * p.section_heads + self.within - self.number * p.section_heads
+        heads = p.section_heads.value
+        return self.section * heads + self.within - self.number * heads
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ class GridTiles(TileSchedule):
     """
 
     def existing(self, p: Any, index: Int32) -> QueryTile:
-        split = Divisor(p.split_tiles, p.split_tiles_multiplier, p.split_tiles_shift).quotient(index)
-        position = SectionPosition.of(p, index - split * p.split_tiles)
+        split = p.split_tiles.quotient(index)
+        position = SectionPosition.of(p, index - split * p.split_tiles.value)
         begin = split * p.split_tokens
         return QueryTile(
             head_block=position.head_block(p),

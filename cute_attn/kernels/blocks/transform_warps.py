@@ -5,7 +5,7 @@ transform warps      K0' K1' V0' K2' V1' ...     (rings of operands)
 MMA warps                S0 | S1 + O(P0 V0') ...
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -15,8 +15,15 @@ from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.masks import TileOrder
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import AnyParams
-from cute_attn.kernels.blocks.pipeline import SmemRings, WarpRole, start
+from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, WarpRole, start
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
+
+
+class OperandState(NamedTuple):
+    """Pipeline states of a K or V tile: in the ring of staged tiles, and in that of the operands made from them."""
+
+    staged: PipelineState
+    operand: PipelineState
 
 
 class TransformWarps:
@@ -40,6 +47,11 @@ class TransformWarps:
         """
         raise NotImplementedError
 
+    @property
+    def clears_tail(self) -> bool:
+        """Whether rows past the end hold another request's values, or anything."""
+        return self.spec.schedule == "items" and self.spec.kv != "gathered"
+
     def initial_state(self) -> Any:
         return start()
 
@@ -62,10 +74,37 @@ class TransformWarps:
             head_block = rings.next_head_block(q)
 
     @cute.jit
-    def publish_operand(self, barriers: cutlass.Constexpr, lane: Int32) -> None:
-        """Fences this warp's part of an operand and arrives at `barriers`: the operand is full, its source empty."""
+    def make_operand(
+        self,
+        rings: SmemRings,
+        transform: cutlass.Constexpr,
+        operand: cutlass.Constexpr,
+        at: OperandState,
+        tail: cutlass.Constexpr = None,
+    ) -> Any:
+        """Makes the operand of a staged tile of "k" or "v". `tail`: where keys may have to be cleared, returns whether
+        they have, and the first.
+        """
+        staged, ring = rings.by_name[f"staged_{operand}"], rings.by_name[operand]
+        staged.wait_full(at.staged)
+        if cutlass.const_expr(self.clears_tail and tail is not None):
+            due, first = tail()
+            if due:
+                transform.clear(operand, staged.address(at.staged), first)
+        ring.wait_empty(at.operand)
+        transform.run(operand, staged.address(at.staged), ring.address(at.operand))
+        return self.publish(rings, operand, at, transform.lane)
+
+    @cute.jit
+    def publish(self, rings: SmemRings, operand: cutlass.Constexpr, at: OperandState, lane: Int32) -> Any:
+        """Fences this warp's part of an operand and arrives: the operand is full, its source empty. Returns the next
+        states.
+        """
+        staged, ring = rings.by_name[f"staged_{operand}"], rings.by_name[operand]
+        released, filled = staged.empty(at.staged), ring.full(at.operand)
         tma.fence_async()
         ptx.sync_warp()
         if lane == 0:
-            for i in cutlass.range_constexpr(len(barriers)):
-                tma.barrier_arrive(barriers[i])
+            tma.barrier_arrive(released)
+            tma.barrier_arrive(filled)
+        return OperandState(staged.next(at.staged), ring.next(at.operand))

@@ -34,15 +34,13 @@ from cute_attn.kernels.fa2.parts.exchange import Exchange, SharedRows, SlicedRow
 from cute_attn.kernels.fa2.parts.kv import (
     Converted,
     DenseKV,
-    HalfChunks,
-    NoScales,
     Nvfp4,
     PagedKV,
     ScaleRows,
+    Scales,
     Stored,
     Team,
     TokenRows,
-    WholeChunks,
 )
 from cute_attn.kernels.fa2.parts.mma import Lanes, OwnRows, WarpTile
 from cute_attn.kernels.fa2.parts.tile_scheduler import GridSchedule, ItemSchedule, WorkTile
@@ -76,13 +74,9 @@ class Fa2Params(NamedTuple):
     o_stride_h: Int64
     qo_len: Int32
     kv_len: Int32
-    group: Int32
-    group_multiplier: Int32
-    group_shift: Int32
+    group: Divisor
     num_qo_heads: Int32
-    num_kv_heads: Int32
-    kv_heads_multiplier: Int32
-    kv_heads_shift: Int32
+    num_kv_heads: Divisor
     right: Int32
     left: Int32
     full_tiles: Int32  # -1; 0: all kv tiles count as masked
@@ -102,9 +96,7 @@ class Fa2Params(NamedTuple):
     kv_indices: Int64
     k_stride_page: Int64
     v_stride_page: Int64
-    page_size: Int32
-    page_multiplier: Int32
-    page_shift: Int32
+    page_size: Divisor
     # kv_dtype "nvfp4"
     k_scales: Int64
     v_scales: Int64
@@ -132,11 +124,9 @@ class State(NamedTuple):
 class Work:
     """Building blocks of one CTA, composed for its spec."""
 
-    tile: WarpTile
     lanes: Lanes
     team: Team
     rows: PackedRows
-    kv_head: Int32
     kv: DenseKV | PagedKV
     source: Stored | Converted
     mask: BandMask
@@ -214,11 +204,9 @@ class Fa2Program(AttentionProgram):
         mask = self.mask(p, work_tile, lanes)
         scale = score_scale(p)
         return Work(
-            tile=self.tile,
             lanes=lanes,
             team=team,
             rows=rows,
-            kv_head=work_tile.kv_head,
             kv=self.make_kv(p, work_tile, team),
             source=self.make_source(base),
             mask=mask,
@@ -231,30 +219,25 @@ class Fa2Program(AttentionProgram):
 
     def make_kv(self, p: Fa2Params, work_tile: WorkTile, team: Team) -> DenseKV | PagedKV:
         spec, memory, head = self.spec, self.memory, Int64(work_tile.kv_head)
-        chunks = WholeChunks if spec.kv_copy_bytes == CHUNK else HalfChunks
-        k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, p.k_stride_page, chunks(memory.k_bytes), memory.k_pitch)
-        v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, p.v_stride_page, chunks(memory.v_bytes), memory.v_pitch)
+        k_bytes, v_bytes = (memory.k_bytes, memory.k_pitch), (memory.v_bytes, memory.v_pitch)
+        k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, p.k_stride_page, *k_bytes, spec.kv_copy_bytes)
+        v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, p.v_stride_page, *v_bytes, spec.kv_copy_bytes)
         scales = self.make_scales(p, work_tile)
         if spec.kv == "paged":
-            page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
             kv_end, first_page = work_tile.kv_end, work_tile.kv_start
-            return PagedKV(memory, team, k, v, scales, kv_end, p.kv_indices, first_page, page_size)
+            return PagedKV(memory, team, k, v, scales, kv_end, p.kv_indices, first_page, p.page_size)
         return DenseKV(memory, team, k.moved(work_tile.kv_start), v.moved(work_tile.kv_start), scales, work_tile.kv_end)
 
-    def make_scales(self, p: Fa2Params, work_tile: WorkTile) -> NoScales | ScaleRows:
+    def make_scales(self, p: Fa2Params, work_tile: WorkTile) -> ScaleRows | None:
         spec, head = self.spec, Int64(work_tile.kv_head)
         if spec.kv_dtype != "nvfp4":
-            return NoScales()
+            return None
         first = Int64(work_tile.kv_start if spec.kv == "dense" else 0)
+        k = p.k_scales + head * p.k_scales_stride_h + first * p.k_scales_stride_n
+        v = p.v_scales + head * p.v_scales_stride_h + first * p.v_scales_stride_n
         return ScaleRows(
-            k=p.k_scales + head * p.k_scales_stride_h + first * p.k_scales_stride_n,
-            v=p.v_scales + head * p.v_scales_stride_h + first * p.v_scales_stride_n,
-            k_stride=p.k_scales_stride_n,
-            v_stride=p.v_scales_stride_n,
-            k_page_stride=p.k_scales_stride_page,
-            v_page_stride=p.v_scales_stride_page,
-            k_words=spec.head_dim_qk // 64,
-            v_words=spec.head_dim_vo // 64,
+            Scales(k, p.k_scales_stride_n, p.k_scales_stride_page, Int32(spec.head_dim_qk // 64)),
+            Scales(v, p.v_scales_stride_n, p.v_scales_stride_page, Int32(spec.head_dim_vo // 64)),
         )
 
     def make_source(self, base: Int32) -> Stored | Converted:
@@ -306,7 +289,7 @@ class Fa2Program(AttentionProgram):
         return lambda: FinalEpilogue.of(p), PartialEpilogue
 
     def partial_row(self, p: Fa2Params, work: WorkTile) -> Int64:
-        slot = Int64(work.partial) * Int64(p.num_kv_heads) + Int64(work.kv_head)
+        slot = Int64(work.partial) * Int64(p.num_kv_heads.value) + Int64(work.kv_head)
         return slot * Int64(self.spec.tile.rows)
 
     @property

@@ -32,7 +32,7 @@ class SharedMemory(MemoryMap):
     p = MemoryRegion(lambda m: m.tile.exchange * m.tile.rows * m.p_pitch)  # of warps that exchange it
     row_maxima = MemoryRegion(lambda m: m.tile.exchange * m.tile.warps_cols * m.tile.rows * 4)  # fp32, per warp column
     row_factors = MemoryRegion(lambda m: m.tile.exchange * m.tile.rows * 4)  # fp32, of the output rows
-    # (hi, lo) fp32 pairs of rotation frequencies, one per pair of dimensions.
+    # Rotation frequencies of 8 bytes, one per pair of dimensions.
     rope_table = MemoryRegion(lambda m: m.rope * m.head_dim_qk // 2 * 8)
 
     @classmethod

@@ -29,7 +29,7 @@ from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.blocks.scores import MIN_SCALE, RowScales, Scores, row_scale
 from cute_attn.kernels.blocks.softmax import P_DTYPE, P_MAX, PEAK_LOG2, E4m3Softmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.blocks.transform_warps import TransformWarps
+from cute_attn.kernels.blocks.transform_warps import OperandState, TransformWarps
 from cute_attn.kernels.fa3.kernel import Fa3Program
 from cute_attn.kernels.fa3.mainloop import MmaWarpgroups, MmaWork, State
 from cute_attn.kernels.fa3.parts.wgmma import (
@@ -166,7 +166,7 @@ class VTranspose:
     barrier: int  # named barrier of these warps
 
     @cute.jit
-    def run(self, source: Int32, target: Int32) -> None:
+    def run(self, operand: cutlass.Constexpr, source: Int32, target: Int32) -> None:
         """Transposes a tile in blocks of 32 keys by 64 dimensions."""
         memory, pitch = self.memory, self.memory.key_line
         halves, inner = memory.transposed_dims // 64, self.lane & 7
@@ -187,7 +187,7 @@ class VTranspose:
                 sm90.stmatrix_x4(write_at, i * (16 * pitch), [even[0], uneven[0], even[1], uneven[1]])
 
     @cute.jit
-    def clear(self, source: Int32, first: Int32) -> None:
+    def clear(self, operand: cutlass.Constexpr, source: Int32, first: Int32) -> None:
         """Zeroes keys from `first`: they belong to another request or to none, and 0 * NaN is not 0."""
         cols = self.memory.tile.cols
         thread = self.warp * 32 + self.lane
@@ -262,14 +262,13 @@ class VTransposeWarps(TransformWarps):
         self, rings: SmemRings, transform: cutlass.Constexpr, at: PipelineState, order: cutlass.Constexpr, valid: Int32
     ) -> Any:
         for step in cutlass.range(0, order.total, unroll=1):
-            rings.staged_v.wait_full(at)
-            if cutlass.const_expr(self.spec.schedule == "items"):  # noqa: SIM102
-                if cutlass.and_(step == 0, valid < self.spec.tile.cols):
-                    transform.clear(rings.staged_v.address(at), valid)
-            rings.v.wait_empty(at)
-            transform.run(rings.staged_v.address(at), rings.v.address(at))
-            self.publish_operand([rings.staged_v.empty(at), rings.v.full(at)], transform.lane)
-            at = rings.v.next(at)
+            at = self.make_operand(
+                rings,
+                transform,
+                "v",
+                OperandState(at, at),
+                lambda step=step: (cutlass.and_(step == 0, valid < self.spec.tile.cols), valid),
+            ).operand
         return at
 
 

@@ -12,18 +12,11 @@ from cutlass import Int32
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.block_scaled_kv import BlockScaledParams, BlockScaledProducer
 from cute_attn.kernels.blocks.dequant import Fp8
-from cute_attn.kernels.blocks.kv_dequant import OPERAND, SWIZZLE_ROWS, DequantWarps, KvDequant, StagedRows
+from cute_attn.kernels.blocks.kv_dequant import OPERAND, SWIZZLE_ROWS, DequantWarps, KvDequant
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.fa3.fp8_kv import Fp8KvProgram
-from cute_attn.kernels.fa3.smem import BlockScales, Nvfp4KvMemory
+from cute_attn.kernels.fa3.smem import Nvfp4KvMemory
 from cute_attn.kernels.formats import LINE
-
-
-@dataclass(frozen=True)
-class Nvfp4Rows(StagedRows):
-    """Rows of NVFP4 codes and their block scales."""
-
-    scales: BlockScales
 
 
 @dataclass(frozen=True)
@@ -31,33 +24,35 @@ class Nvfp4KvDequant(KvDequant):
     """Dequantization of NVFP4 K and V."""
 
     @cute.jit
-    def run(self, rows: cutlass.Constexpr, source: Int32, target: Int32) -> None:
+    def run(self, operand: cutlass.Constexpr, source: Int32, target: Int32) -> None:
         """Dequantizes a tile. A lane converts chunks of 32 elements: half of a 128-byte line. Four lanes share a row of
         an even number of columns, two any other.
 
         Lanes of the second column write the halves of their chunk in swapped order, and odd rows take pairs of pieces
         in swapped order: 8 adjacent lanes then differ in bank.
         """
-        lanes = 4 if rows.columns % 2 == 0 else 2  # per row
-        pieces, step = 2 * rows.columns // lanes, 32 // lanes  # of a row; rows of a warp
+        columns, pitch, cols = self.memory.columns(operand), self.memory.pitch(operand), self.memory.tile.cols
+        words_per_row, scales_offset = self.memory.scales(operand)
+        lanes = 4 if columns % 2 == 0 else 2  # per row
+        pieces, step = 2 * columns // lanes, 32 // lanes  # of a row; rows of a warp
         row, chunk = self.lane // lanes, self.lane % lanes
         swap = chunk >> 1
-        read = source + row * rows.pitch + chunk * CHUNK + swap * (CHUNK // 2)
-        scales = source + rows.scales.offset + row * (4 * rows.scales.words) + chunk * 2
-        line = target + swap * (self.cols * LINE) + row * LINE
+        read = source + row * pitch + chunk * CHUNK + swap * (CHUNK // 2)
+        scales = source + scales_offset + row * (4 * words_per_row) + chunk * 2
+        line = target + swap * (cols * LINE) + row * LINE
         write = line + (((chunk & 1) * 4 ^ row & (SWIZZLE_ROWS - 1) ^ swap * 2) * CHUNK)
         swapped = (row & 1) * (1 - pieces % 2)
-        for i in cutlass.range(self.warp, self.cols // step, self.warps, unroll=1):
+        for i in cutlass.range(self.warp, cols // step, self.warps, unroll=1):
             for piece in cutlass.range_constexpr(pieces):
                 moved = piece + swapped * (1 - 2 * (piece % 2)) if cutlass.const_expr(pieces > 1) else Int32(0)
-                at = read + i * (step * rows.pitch) + moved * (lanes * CHUNK)
+                at = read + i * (step * pitch) + moved * (lanes * CHUNK)
                 words = [*ptx.ld_shared_v2(at), *ptx.ld_shared_v2(at ^ Int32(CHUNK // 2))]
-                scale = self.scale_pairs(scales + i * (step * 4 * rows.scales.words) + moved * (2 * lanes), swap)
-                to = write + i * (step * LINE) + moved * (lanes // 2 * self.cols * LINE)
+                scale = self.scale_pairs(scales + i * (step * 4 * words_per_row) + moved * (2 * lanes), swap)
+                to = write + i * (step * LINE) + moved * (lanes // 2 * cols * LINE)
                 for j in cutlass.range_constexpr(4):
                     pairs = ptx.e2m1x8_to_f16(words[j])
-                    operand = [ptx.multiply_16(OPERAND, pair, scale[j // 2]) for pair in pairs]
-                    ptx.st_shared_v4(to ^ Int32(j * CHUNK), 0, operand)
+                    halves = [ptx.multiply_16(OPERAND, pair, scale[j // 2]) for pair in pairs]
+                    ptx.st_shared_v4(to ^ Int32(j * CHUNK), 0, halves)
 
     def scale_pairs(self, address: Int32, swap: Int32) -> list[Int32]:
         """Returns the scales of both halves of a chunk, in the order in which it is converted, as equal fp16 pairs."""
@@ -73,10 +68,7 @@ class Nvfp4Warps(DequantWarps):
     clears_tail = False  # scales of 0 do
 
     def transform(self, warp: Int32, lane: Int32) -> Nvfp4KvDequant:
-        memory = self.memory
-        k = Nvfp4Rows(memory.qk_columns, memory.staged_k_pitch, memory.k_scales)
-        v = Nvfp4Rows(memory.vo_columns, memory.staged_v_pitch, memory.v_scales)
-        return Nvfp4KvDequant(memory.tile.cols, warp, lane, self.warps, k, v)
+        return Nvfp4KvDequant(self.memory, warp, lane, self.warps)
 
 
 class Nvfp4KvProgram(Fp8KvProgram):

@@ -12,9 +12,9 @@ from cutlass import Float32, Float64, Int32
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, extended
 from cute_attn.kernels.blocks.pipeline import SmemRings, start
-from cute_attn.kernels.blocks.rope import TWO_PI, RotaryTable
+from cute_attn.kernels.blocks.rope import RotaryTable
 from cute_attn.kernels.blocks.smem import swizzled
-from cute_attn.kernels.blocks.transform_warps import TransformWarps
+from cute_attn.kernels.blocks.transform_warps import OperandState, TransformWarps
 from cute_attn.kernels.fa3.kernel import Fa3Program
 from cute_attn.kernels.fa3.parts.wgmma import WARPGROUP_ROWS, WarpgroupLanes
 from cute_attn.kernels.fa3.smem import RopeMemory
@@ -25,17 +25,7 @@ RopeParams = extended("RopeParams", {"rope_base": Float64, "rope_ratio": Float64
 
 @dataclass(frozen=True)
 class Rotation(RotaryTable):
-    """Rotation of rows in columns of 128-byte lines, as TMA writes them. Positions are integers, so that whole turns
-    of a frequency do not count: frequencies are fractions of 64 bits, and the upper 32 of their product with a position
-    are the angle. Seven instructions per angle, none on the unit of `sin` but the two.
-    """
-
-    def entry(self, frequency: Float64) -> list[Float32]:
-        return [ptx.from_bits(word) for word in ptx.fraction_words(frequency)]
-
-    def angle(self, position: Int32, hi: Float32, lo: Float32) -> Float32:
-        turns = ptx.scaled_fraction(position, ptx.bits(hi), ptx.bits(lo))
-        return turns * Float32(TWO_PI / 2**32)
+    """Rotation of rows in columns of 128-byte lines, as TMA writes them."""
 
     @property
     def pairs(self) -> int:
@@ -108,22 +98,20 @@ class RotationWarps(TransformWarps):
     def transform(self, warp: Int32, lane: Int32) -> KRotation:
         return KRotation(self.program.rotation, warp, lane, self.warps, self.spec.tile.cols)
 
-    def initial_state(self) -> Any:
-        return start(), start()
+    def initial_state(self) -> OperandState:
+        return OperandState(start(), start())
 
     @cute.jit
     def transform_query(
         self, rings: SmemRings, transform: cutlass.Constexpr, at: Any, order: cutlass.Constexpr, valid: Int32
     ) -> Any:
-        staged, k = at
         for step in cutlass.range(0, order.total, unroll=1):
-            rings.staged_k.wait_full(staged)
-            rings.k.wait_empty(k)
+            rings.staged_k.wait_full(at.staged)
+            rings.k.wait_empty(at.operand)
             first = order.at(step) * self.spec.tile.cols
-            transform.run(rings.staged_k.address(staged), rings.k.address(k), first)
-            self.publish_operand([rings.staged_k.empty(staged), rings.k.full(k)], transform.lane)
-            staged, k = rings.staged_k.next(staged), rings.k.next(k)
-        return staged, k
+            transform.run(rings.staged_k.address(at.staged), rings.k.address(at.operand), first)
+            at = self.publish(rings, "k", at, transform.lane)
+        return at
 
 
 class RopeProgram(Fa3Program):

@@ -95,27 +95,19 @@ class Nvfp4KvMemory(Fp8KvMemory):
     behind them the block scales of all rows.
     """
 
-    @property
-    def staged_k_pitch(self) -> int:
-        return PACKED_PIECE * -(-self.head_dim_qk // (2 * PACKED_PIECE))
+    def dim(self, operand: str) -> int:
+        return self.head_dim_vo if operand == "v" else self.head_dim_qk
 
-    @property
-    def staged_v_pitch(self) -> int:
-        return PACKED_PIECE * -(-self.head_dim_vo // (2 * PACKED_PIECE))
+    def pitch(self, operand: str) -> int:
+        return PACKED_PIECE * -(-self.dim(operand) // (2 * PACKED_PIECE))
 
-    @property
-    def k_scales(self) -> BlockScales:
-        return BlockScales(self.head_dim_qk // 64, self.tile.cols * self.staged_k_pitch)
+    def scales(self, operand: str) -> BlockScales:
+        return BlockScales(self.dim(operand) // 64, self.tile.cols * self.pitch(operand))
 
-    @property
-    def v_scales(self) -> BlockScales:
-        return BlockScales(self.head_dim_vo // 64, self.tile.cols * self.staged_v_pitch)
-
-    def staged_rings(self, stages: int) -> tuple[RingLayout, RingLayout]:
-        """Returns the rings of staged tiles, whose slots start at multiples of 128 bytes, as TMA needs."""
-        ends = (scales.offset + 4 * scales.words * self.tile.cols for scales in (self.k_scales, self.v_scales))
-        k, v = (-(-end // LINE) * LINE for end in ends)
-        return RingLayout("staged_k", stages, k), RingLayout("staged_v", stages, v)
+    def staged_bytes(self, operand: str) -> int:
+        """Bytes of a tile and its scales: slots start at multiples of 128 bytes, as TMA needs."""
+        words, offset = self.scales(operand)
+        return -(-(offset + 4 * words * self.tile.cols) // LINE) * LINE
 
 
 @dataclass(frozen=True)

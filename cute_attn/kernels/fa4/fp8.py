@@ -59,7 +59,7 @@ class Fp8Exp2(PairExp2):
     def add(self, sums: Fp8Sums, s: list[Float32], p: list[Float32]) -> Fp8Sums:  # type: ignore[override]
         chunk = tree(sm100.add_pair, [sm100.pair(p[i], p[i + 1]) for i in range(0, len(p), 2)])
         row = PairSums(sm100.add_pair(sums.row.pairs, chunk), self.largest_score(sums.row.high, s))
-        return Fp8Sums(row, sm100.fmax3_nan(sums.largest, *sm100.halves(chunk)))
+        return Fp8Sums(row, ptx.fmax_nan(sums.largest, *sm100.halves(chunk)))
 
     def sum(self, sums: Fp8Sums) -> Float32:  # type: ignore[override]
         low, high = sm100.halves(sums.row.pairs)
@@ -124,14 +124,6 @@ class Fp8SoftmaxWarps(SoftmaxWarps):
 
     def level(self, sums: Fp8Sums, total: Float32) -> Float32:  # type: ignore[override]
         return sums.largest
-
-    def hidden(self, context: SoftmaxContext) -> Float32:
-        softmax: Any = context.softmax
-        return softmax.hidden
-
-    def ascending(self, context: SoftmaxContext, s: list[Float32]) -> list[Float32]:
-        softmax: Any = context.softmax
-        return softmax.ascending(s)
 
     def due(self, kv_tile: Int32) -> Boolean:
         return kv_tile % (RAISE_KEYS // self.spec.tile.cols) == Int32(0)

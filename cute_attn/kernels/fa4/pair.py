@@ -125,9 +125,9 @@ class CtaPair(OneCta):
         tma.load_4d(shared, tensor_map, place, cluster.in_cta(barrier, LEADER), policy, ".cta_group::2")
 
     def operands(self, maps: Maps, memory: TileMemory, cols: int) -> tuple[TmaOperand, TmaOperand]:
-        rank, keys, columns = cluster.rank(), cols // CTAS, memory.loaded_v.columns
-        k = TmaOperand(maps.k, memory.loaded_k, keys, first_key=rank * keys)
-        return k, TmaOperand(maps.v, memory.loaded_v, cols, first_column=rank * columns)
+        rank, keys, columns = cluster.rank(), cols // CTAS, memory.loaded("v").columns
+        k = TmaOperand(maps.k, memory.loaded("k"), keys, first_key=rank * keys)
+        return k, TmaOperand(maps.v, memory.loaded("v"), cols, first_column=rank * columns)
 
     def q_boxes(self, rows: int) -> list[tuple[Int32, int]]:
         first, query_tiles = cluster.rank() * QUERY_TILE_ROWS, rows // (CTAS * QUERY_TILE_ROWS)

@@ -76,9 +76,10 @@ class BlackwellMemory(TileMemory):
         """Columns of V in all CTAs, which have equal parts of it."""
         return -(-super().vo_columns // self.tile.ctas) * self.tile.ctas
 
-    @property
-    def loaded_v(self) -> LoadedRows:
-        return LoadedRows(self.vo_columns // self.tile.ctas, self.line_items, LINE)
+    def loaded(self, operand: str) -> LoadedRows:
+        """A CTA of a pair loads half of the columns of V, and half of the rows of K."""
+        columns = self.columns(operand) // (self.tile.ctas if operand == "v" else 1)
+        return LoadedRows(columns, self.line_items, LINE)
 
     @property
     def scratch(self) -> tuple[Scratch, ...]:

@@ -176,10 +176,7 @@ class SoftmaxWarps:
     def modified(self, context: SoftmaxContext, s: list[Float32], kv_start: Int32, word: Int32 | None) -> list[Float32]:
         """Returns modified scores of a chunk, those of columns that `word` hides such that exp2 makes 0 of them."""
         s = context.scores.apply(s, kv_start)
-        return s if word is None else hide(s, word, self.hidden(context))
-
-    def hidden(self, context: SoftmaxContext) -> Float32:
-        return Float32(ptx.NEG_INF)
+        return s if word is None else hide(s, word, context.softmax.hidden)
 
     def probabilities(
         self, context: SoftmaxContext, shift: Float32, kv_tile: Int32, words: Sequence[Word | None], masked: bool
@@ -212,7 +209,7 @@ class SoftmaxWarps:
     def visible(self, context: cutlass.Constexpr, s: list[Float32], word: Int32) -> Any:
         """Hides columns of a chunk, unless all rows of the warp see all of it: at the diagonal, 1.5 of 4 on average."""
         if cute.arch.vote_any_sync(word != Int32(0)):
-            s = hide(s, word, self.hidden(context))
+            s = hide(s, word, context.softmax.hidden)
         return s
 
     def limit(self, context: SoftmaxContext) -> float:
@@ -245,18 +242,14 @@ class SoftmaxWarps:
             start = kv_tile * self.spec.tile.cols + column
             word = context.mask.word(start) if masked else None
             s = self.modified(context, sm100.wait_loads(self.load(context, column)), start, word)
-            s = self.ascending(context, s)
+            s = context.softmax.ascending(s)
             for i in cutlass.range_constexpr(0, CHUNK_COLUMNS, 2):
-                high = sm100.fmax3_nan(high, s[i], s[i + 1])
+                high = ptx.fmax_nan(high, s[i], s[i + 1])
         new, factor = self.raised(context, high, shift, total, kv_tile)
         columns = ptx.select(first, Int32(0), Int32(self.tile.output_columns))
         context.products.wait()
         rescale(context.o, columns, factor)
         return new, total * factor
-
-    def ascending(self, context: SoftmaxContext, s: list[Float32]) -> list[Float32]:
-        """Returns scores of which the largest has the largest exponential."""
-        return s
 
     def raised(
         self, context: SoftmaxContext, high: Float32, shift: Float32, total: Float32, kv_tile: Int32

@@ -59,7 +59,7 @@ class TailWarp:
         """Zeroes the rows of a V tile from `valid`."""
         cols = self.spec.tile.cols
         for chunk in cutlass.range(lane, (cols - valid) * (LINE // 16), 32, unroll=1):
-            for column in cutlass.range_constexpr(self.memory.loaded_v.columns):
+            for column in cutlass.range_constexpr(self.memory.loaded("v").columns):
                 self.store_zeros(slot + valid * LINE + chunk * 16, column * cols * LINE)
         self.fence()
 

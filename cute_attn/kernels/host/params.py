@@ -29,12 +29,10 @@ def magic(divisor: int) -> tuple[int, int]:
     return multiplier - (1 << 32) if multiplier >= 1 << 31 else multiplier, power - 32
 
 
-def divisor(name: str, value: int, stem: str | None = None) -> Fields:
-    """Returns a divisor with the multiplier and shift that divide by it. `stem`: prefix of the names of these two, by
-    default `name`.
-    """
+def divisor(name: str, value: int) -> Fields:
+    """Returns a divisor with the multiplier and shift that divide by it."""
     multiplier, shift = magic(value)
-    return {name: value, f"{stem or name}_multiplier": multiplier, f"{stem or name}_shift": shift}
+    return {name: value, f"{name}_multiplier": multiplier, f"{name}_shift": shift}
 
 
 def mask_bounds(settings: Settings) -> Fields:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks.program import GridProgram
+from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.mla.spec import AnyMlaSpec
 from cute_attn.runtime.arch import named
 
@@ -48,18 +49,12 @@ class MlaParams(NamedTuple):
     right: Int32  # keys behind its own that a query token sees
     window_left: Int32
     num_kv_heads: Int32
-    row_blocks: Int32
-    row_blocks_multiplier: Int32
-    row_blocks_shift: Int32
+    row_blocks: Divisor
     units_per_cta_group: Int32
     shares_multiplier: Int32
     shares_shift: Int32
-    group: Int32
-    group_multiplier: Int32
-    group_shift: Int32
-    page_size: Int32
-    page_multiplier: Int32
-    page_shift: Int32
+    group: Divisor
+    page_size: Divisor
     overhead: Int32
     min_share: Int32
     scale: Float32  # of products of latent columns

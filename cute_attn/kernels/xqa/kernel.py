@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.program import GridProgram
-from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, warp_index
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts import instructions as isa
@@ -31,7 +31,7 @@ from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages, page_id
 from cute_attn.kernels.xqa.parts.partition import (
-    ClusterSegments,
+    ClusterShares,
     KvSplit,
     Load,
     Partition,
@@ -95,18 +95,12 @@ class XqaParams(NamedTuple):
     q_len: Int32
     window_left: Int32
     num_kv_heads: Int32
-    row_blocks: Int32
-    row_blocks_multiplier: Int32
-    row_blocks_shift: Int32
+    row_blocks: Divisor
     units_per_cta_group: Int32
     shares_multiplier: Int32
     shares_shift: Int32
-    group: Int32
-    group_multiplier: Int32
-    group_shift: Int32
-    page_size: Int32
-    page_multiplier: Int32
-    page_shift: Int32
+    group: Divisor
+    page_size: Divisor
     overhead: Int32
     min_share: Int32
     dealt: Int32
@@ -141,8 +135,8 @@ class Start(NamedTuple):
 
 
 class WarpTiles(NamedTuple):
-    """KV tiles of a segment that one team of warps processes: `count` tiles from `first`, strided by the number of
-    teams."""
+    """KV tiles of a share's split of a segment that one team of warps processes: `count` tiles from `first`, strided by
+    the number of teams."""
 
     split: KvSplit
     first: Int32
@@ -173,7 +167,7 @@ KINDS: dict[Work, Kind] = {
     "even": Kind(WarpShares, EvenMerge, HeadWarp),
     "whole": Kind(WholeSegments, WholeMerge),
     "heads": Kind(WholeSegments, HeadMerge, HeadWarp),
-    "cluster": Kind(ClusterSegments, ClusterMerge),
+    "cluster": Kind(ClusterShares, ClusterMerge),
 }
 
 
@@ -219,12 +213,14 @@ class XqaProgram(GridProgram):
         if cutlass.const_expr(self.pdl and not self.spec.whole):
             ptx.grid_dependency_launch()  # now, so that what the next launch fetches does not delay the first copies
         finish = FinalEpilogue.of(params).scaled(Float32(self.format.dequant_factor))
-        merge = self.merge_type(self.spec, params, self.memory, self.team, shared_memory(), finish, self.format)
-        scale = log2_scale(params, self.format.dequant_factor)
-        merge.enter()
+        scale, turn = log2_scale(params, self.format.dequant_factor), Int32(0)
         while partition.overlaps(segment, share):
+            merge = self.merge_type(
+                self.spec, params, self.memory, self.team, shared_memory(), finish, self.format, turn
+            )
             queries = query_rows.operands(words, scale)
             work = self.segment_work(params, segment, share, queries, partition.rows(segment))
+            merge.enter(work.warp_tiles.split)
             state = LoopState(work.softmax.start(), self.ring_start(), token_pages)
             for i in cutlass.range(0, work.warp_tiles.count, unroll=1):
                 state = self.mainloop_step(work, state, i)
@@ -236,7 +232,7 @@ class XqaProgram(GridProgram):
                 words = query_rows.load(following)
                 token_pages = self.load_prologue(params, following, share)
             self.write_output(merge, partition.rows(segment), segment, share, work.warp_tiles.split, ticket)
-            segment = following
+            segment, turn = following, turn + 1
         ptx.cp_async_wait(0)
 
     # --- components -------------------------------------------------------------------------------------------------
@@ -246,9 +242,11 @@ class XqaProgram(GridProgram):
         return shared_memory() + warp_index() * self.memory.ring_bytes
 
     def warp_tiles(self, p: XqaParams, segment: Segment, share: Share) -> WarpTiles:
-        split = make_partition(self.spec, p).split(segment, share)
-        first = split.begin + self.team.number(warp_index())
-        count = ptx.maximum(split.end - first + (self.spec.teams - 1), Int32(0)) // self.spec.teams
+        partition = make_partition(self.spec, p)
+        split = partition.split(segment, share)
+        part = partition.part(split)
+        first = part.begin + self.team.number(warp_index())
+        count = ptx.maximum(part.end - first + (self.spec.teams - 1), Int32(0)) // self.spec.teams
         return WarpTiles(split, first + segment.request.first_token // self.spec.cols, count)
 
     def paged_kv(self, p: XqaParams, segment: Segment) -> PagedKv:
@@ -282,11 +280,12 @@ class XqaProgram(GridProgram):
         are to be copied early."""
         # By lengths that may change, with `q_len` queries per request.
         partition = make_partition(self.spec, p._replace(q_indptr=Int64(0)), isa.load_early_if)
-        share, segment = early_segment(partition, p)
+        seen = partition.seen()
+        share, segment = early_segment(partition.found(seen), p)
         early = None
         if self.spec.prefetch == "smem":
             kv = bounded(self.paged_kv(p, segment), segment, isa.load_early_if)
-            early = EarlyTiles(share, segment, self.first_page_ids(kv, self.warp_tiles(p, segment, share)))
+            early = EarlyTiles(seen, share, segment, self.first_page_ids(kv, self.warp_tiles(p, segment, share)))
         KeysAhead(self.spec, self.team, p).fetch(partition.first_keys(segment, share, self.spec.prefetch_keys))
         return early
 
@@ -302,19 +301,23 @@ class XqaProgram(GridProgram):
     def start_early(self, p: Any, query_rows: QueryRows, early: EarlyTiles) -> Start:
         """Copy the first tiles from where they were before the preceding kernel ended, and read meanwhile what told
         so: lengths, and the same entries of the page table. Only where these have changed, all is done once more."""
-        words = query_rows.load(early.segment)
-        tiles = self.warp_tiles(p, early.segment, early.share)
-        kv = bounded(self.paged_kv(p, early.segment), early.segment, ptx.load_word_if)
+        partition, share, segment = make_partition(self.spec, p), early.share, early.segment
+        seen, words = partition.seen(), query_rows.load(segment)
+        tiles = self.warp_tiles(p, segment, share)
+        kv = bounded(self.paged_kv(p, segment), segment, ptx.load_word_if)
         token_pages = self.first_page_ids(kv, tiles)
         self.copy_first_tiles(kv, tiles, early.token_pages)
-        share, segment = make_partition(self.spec, p).first_segment()
         following = token_pages[-1]
-        if early.has_other_queries(segment):
-            words = query_rows.load(segment)
-        if early.has_other_tiles(share, segment, token_pages):
+        windows = isa.all_of([p.q_indptr != Int64(0), p.window_left < p.capacity])  # begin where the queries do
+        if cutlass.or_(early.have_changed(seen, token_pages), windows):
             ptx.cp_async_wait(0)
             ptx.sync_warp()
+            share, segment = partition.found(seen)
+            words = query_rows.load(segment)
             following = self.load_prologue(p, segment, share)
+        elif p.q_indptr != Int64(0):
+            segment = segment._replace(request=partition.request(segment.index))
+            words = query_rows.load(segment)
         return Start(share, segment, words, following)
 
     def load_prologue(self, p: Any, segment: Segment, share: Share) -> TokenPages:

@@ -8,6 +8,8 @@ from cute_attn.kernels.blocks.smem_map import BARRIER_BYTES, MemoryMap, MemoryRe
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.spec import SCALE_BLOCK, XqaSpec
 
+INBOX_BARRIERS = 1 + 2  # see `parts.warp_merge`
+
 
 @dataclass(frozen=True)
 class XqaMemory(MemoryMap):
@@ -26,8 +28,10 @@ class XqaMemory(MemoryMap):
     partial_scores = MemoryRegion(lambda m: 2 * m.spec.warps * m.score_bytes)
     inbox = MemoryRegion(lambda m: m.sent_vectors * 16)  # output vectors that the CTAs of a cluster send to this one
     inbox_stats = MemoryRegion(lambda m: m.sent_vectors * 8)  # (maximum, sum) of every vector sent
-    # Where a CTA of a cluster waits for what the others send.
-    inbox_barrier = MemoryRegion(lambda m: BARRIER_BYTES if m.spec.cluster_size > 1 else 0)
+    # Words by which the CTAs of a cluster tell this one that it may send again, of the last two segments.
+    freed = MemoryRegion(lambda m: 2 * 4 * m.spec.cluster_size if m.spec.cluster_size > 1 else 0)
+    # Where a CTA of a cluster waits for vectors, and for these words.
+    inbox_barriers = MemoryRegion(lambda m: INBOX_BARRIERS * BARRIER_BYTES if m.spec.cluster_size > 1 else 0)
 
     def __post_init__(self) -> None:
         if self.prefetch_distance < 1:

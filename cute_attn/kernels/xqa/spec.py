@@ -10,11 +10,11 @@ from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
 # How the CTAs of a launch divide segments, each of a request and a unit (`kernel.KINDS`): about equal shares, whole
-# segments where those are as even; the same for every warp, those of a CTA of adjacent units; a segment for every CTA,
-# or for every warp as before, or for a cluster; of one request, for several clusters.
+# segments where those are as even; the same for every warp, those of a CTA of adjacent units, or for every cluster; a
+# segment for every CTA, or for every warp as before.
 Work = Literal["shares", "even", "whole", "heads", "cluster"]
 WHOLE = ("whole", "heads")  # cut no segment
-ONE_SEGMENT = (*WHOLE, "cluster")  # whose CTAs and warps have one each, or a part of one
+CLUSTER_REQUESTS = 64  # of a launch of clusters, at most
 LONE_WARPS = ("even", "heads")  # whose warps have a unit each
 # Where a CTA's first keys are fetched to before the preceding kernel has ended (`parts.ahead`); to shared memory, where
 # they were before that, as soon as it has ended.
@@ -83,6 +83,11 @@ class DecodeSpec(KernelSpec):
         return 1
 
     @property
+    def cluster_size(self) -> int:
+        """CTAs that have a share together."""
+        return 1
+
+    @property
     def work(self) -> Work:
         return "shares"
 
@@ -129,6 +134,8 @@ class XqaSpec(DecodeSpec):
             or self.work in ("shares", "whole"),
             f"prefetch must be one of {get_args(Prefetch)}": self.prefetch in get_args(Prefetch),
             "what is prefetched must be keys": (self.prefetch == "none") == (self.prefetch_keys == 0),
+            "tiles are copied early where few lengths tell which": self.prefetch != "smem"
+            or self.work not in ("shares", "even"),
             "keys with block scales are not prefetched": self.prefetch == "none" or self.kv_bits > 4,
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
         }

@@ -24,7 +24,6 @@ REGISTER_DIMS = 256  # row blocks x columns of a warp; beyond it outputs and que
 RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
 SHORTEST = 144  # keys of a window of 128 and of drafts, which a CTA fetches ahead, all
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
-CLUSTERED_KEYS = 4096  # keys of a segment that has a cluster, where there are few
 MOST_ROWS = 16  # of a unit
 FEW = 128  # (request, kv head) pairs: about one per SM
 EVEN = 2048  # pairs, about one for each warp that runs at a time, from which warps have shares of their own
@@ -123,42 +122,46 @@ FAST_MEMORY: dict[int, tuple[Rule[Rings], ...]] = {
     8: (*_SHORT, _rule(*_FEW_8_BIT, Ring(8, 3, 1, 8192), **_FEW_PAIRS), _rule(Ring(8, 3, 1, 8192))),
     4: (*_SHORT, _rule(Ring(8, 3, 1, 8192), **_FEW_PAIRS), _rule(Ring(4, 3, 2, 8192, most=128))),
 }
-# Clusters: short parts, whose first tiles come early; the same without a guest, of rows of 512 bytes; long parts.
-_QUICK, _WIDE = Ring(4, 3, 1, 8192, guests=1, most=32).to_smem(64), Ring(4, 3, 1, 8192).to_smem(64).in_clusters(6)
-_BUSY, _ALL_EARLY = _LARGE.to_smem(16), Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT)
+# Of clusters, with room for a guest; of rows of 512 bytes, which leave none. Early tiles gain 0.5 us of one request,
+# but cost up to 4 us where segments leave warps without tiles (8 x 300 keys, 16/1 heads).
+_QUICK, _WIDE = Ring(4, 3, 1, 8192, guests=1, most=32), Ring(4, 3, 1, 8192).to_smem(64).in_clusters(6)
+_ALL_EARLY = Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT)
 # Small CTAs: a segment, or a kv head for each warp, of one segment or in shares.
 _SMALL, _PAIR, _TWO = Ring(4, 2, 4, 4096, most=32), Ring(2, 2, 8, 4096), Ring(4, 3, 2, 8192)
 _HEADS, _EVEN = (_PAIR._replace(work="heads"), _PAIR._replace(work="whole")), (_PAIR._replace(work="even"), _SMALL)
-_SMALLEST, _BRIEF = _SMALL._replace(work="whole", most=16).to_smem(SHORT), Ring(4, 2, 1, 8192).in_clusters(8)
-_ONE, _NARROW = {"requests": range(1, 2)}, {"row": up_to(128)}
-_WINDOWS, _BRIEFLY = {"keys": up_to(SHORTEST)}, {"keys": range(SHORTEST + 1, SHORT + 1)}
-_SEGMENTS = {"keys": range(SHORTEST + 1, CLUSTERED_KEYS + 1)}
+_SMALLEST = _SMALL._replace(work="whole", most=16).to_smem(SHORT)
+_ONE, _NARROW, _WINDOWS = {"requests": range(1, 2)}, {"row": up_to(128)}, {"keys": up_to(SHORTEST)}
+
+
+def _whole(**when: Collection[Any]) -> tuple[Rule[Rings], ...]:
+    """Make the rules of segments that one CTA or one warp processes alone."""
+    return (
+        _rule(*_HEADS, **when, pairs=above(EVEN - 1), **_NARROW),
+        _rule(_SMALL._replace(work="whole"), **when, **_NARROW),
+        _rule(_TWO._replace(work="whole"), **when),
+    )
+
+
 # Fitted to 120 launches, each with some 30 rings, and to 116 others with two; lengths on the GPU (H200, 2026-11-29).
 # The first ones 0.98 times as fast as the best ring of each in the mean, 0.84 at the lowest (63 x 100 keys beside
 # 1 x 16000). On 97 launches drawn afterwards 1.075 times as fast as 45 rules that were measured one by one; of 8 us and
-# more, 0.84 at the lowest (300 x 175, 16/4 heads of 64 dimensions, e4m3).
+# more, 0.84 at the lowest (300 x 175, 16/4 heads of 64 dimensions, e4m3). Clusters afterwards, to 81 launches of up to
+# 64 segments with some 8 rings each.
 _16_OR_8_BITS = (
-    # Few segments, which merge in shared memory alone. No cluster should wait for another.
-    _shared(_BRIEF._replace(guests=1), _BRIEF, **_BRIEFLY, segments=up_to(8)),
-    _rule(_ALL_EARLY, **_BRIEFLY, pairs=up_to(FEW), row=range(65, 129)),
-    _shared(_QUICK.in_clusters(8), _WIDE, keys=above(SHORTEST), kib=up_to(1024), segments=up_to(12)),
-    _shared(_WIDE, **_SEGMENTS, segments=up_to(16), row=above(256)),
-    _shared(_QUICK._replace(slot=4096).in_clusters(4), **_SEGMENTS, segments=up_to(32), **_NARROW),
-    _shared(_QUICK.in_clusters(4), _DEEP.in_clusters(4), **_SEGMENTS, segments=up_to(24)),
-    _shared(_QUICK.in_clusters(6), _DEEP.in_clusters(2), **_SEGMENTS, segments=up_to(32)),
-    _shared(_QUICK.in_clusters(2), **_SEGMENTS, segments=up_to(64), **_NARROW),
-    _shared(_BUSY.in_clusters(2), _DEEP.in_clusters(2), **_SEGMENTS, segments=up_to(64)),
     # Windows of 128 keys.
     _rule(_HEADS[1].to_smem(SHORT), **_WINDOWS, pairs=range(FEW + 1, 513), row=up_to(64)),
     _rule(_SMALLEST, **_WINDOWS, pairs=up_to(256), head_dim=up_to(64)),
+    *_whole(**_WINDOWS),
+    # Few segments: as many clusters as there are segments, or more.
+    _shared(_QUICK.to_smem(64).in_clusters(8), _WIDE, **_ONE, units=up_to(1)),
+    _shared(_QUICK.to_smem(64).in_clusters(6), _WIDE, **_ONE, units=up_to(8)),
+    _shared(_QUICK.in_clusters(8), _WIDE, segments=up_to(12)),
+    _rule(_ALL_EARLY, keys=up_to(SHORT), pairs=up_to(FEW), row=range(65, 129)),
+    _shared(_QUICK.in_clusters(6), _WIDE, segments=up_to(16)),
+    _shared(_LARGE.in_clusters(2), _DEEP.in_clusters(2), segments=up_to(64)),
     # Short segments.
-    _rule(*_HEADS, keys=up_to(SHORT), pairs=above(EVEN - 1), **_NARROW),
-    _rule(_SMALL._replace(work="whole"), keys=up_to(SHORT), **_NARROW),
-    _rule(_TWO._replace(work="whole"), keys=up_to(SHORT)),
+    *_whole(keys=up_to(SHORT)),
     _rule(_TWO._replace(work="whole"), keys=up_to(2 * SHORT), segments=above(4 * FEW - 1), row=range(129, 257)),
-    # One request of many keys, or of an unknown number.
-    _shared(_QUICK.in_clusters(8), _WIDE, **_ONE, units=up_to(1)),
-    _shared(_BUSY.in_clusters(6), _WIDE, **_ONE, units=up_to(8)),
     # Few pairs: keys ahead of the preceding launch's end gain 1.02.
     _rule(*_FEW_8_BIT, **_FEW_PAIRS, row=up_to(64)),
     _rule(_LARGE.to_l2(256), **_FEW_PAIRS),
@@ -170,10 +173,17 @@ _16_OR_8_BITS = (
     _rule(_SMALL, **_NARROW),
     _rule(_TWO),
 )
+_CLUSTERED_NVFP4 = Ring(4, 3, 1, 4096, guests=1).in_clusters(8)
 HOPPER: dict[int, tuple[Rule[Rings], ...]] = {
     16: _16_OR_8_BITS,
     8: _16_OR_8_BITS,
-    4: (_rule(Ring(8, 3, 1, 4096).in_clusters(8), **_ONE, units=up_to(4)), *DEFAULT[4]),
+    4: (
+        _rule(_CLUSTERED_NVFP4, **_ONE, units=up_to(4)),
+        *_SHORT,
+        _rule(_CLUSTERED_NVFP4, segments=up_to(12)),
+        _FEW_NVFP4,
+        _MANY_NVFP4,
+    ),
 }
 # By major compute capability (0: others), which tells memory bandwidth and shared memory of an SM, and bits per element
 # of the cache.
@@ -194,7 +204,6 @@ def find(arch: Arch, bits: int, head_dim: int, shape: Shape) -> Rule[Rings]:
     """Return the rule that a launch follows over a cache of `bits` per element."""
     row = head_dim * bits // 8
     known = {**shape._asdict(), "head_dim": head_dim, "row": row, "pairs": shape.requests * shape.kv_heads}
-    known["kib"] = None if shape.keys is None else shape.keys * row >> 10
     if shape.segments is None:
         known["segments"] = shape.requests * shape.units
     return first(rules_of(arch, bits), known)

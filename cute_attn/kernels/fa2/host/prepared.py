@@ -43,8 +43,8 @@ class Fa2Kernel(PreparedKernel):
         static: Fields = {
             **divisor("group", heads),
             "num_qo_heads": features.num_qo_heads,
-            **divisor("num_kv_heads", features.num_kv_heads, stem="kv_heads"),
-            **divisor("page_size", settings.page_size, stem="page"),
+            **divisor("num_kv_heads", features.num_kv_heads),
+            **divisor("page_size", settings.page_size),
             **score_fields(settings, scores(features)),
             **rope_fields(settings),
             "lse_scale": settings.lse_scale,

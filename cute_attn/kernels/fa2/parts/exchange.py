@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import RowStats
 from cute_attn.kernels.blocks.fragment_store import FragmentStore
-from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
+from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout, RowNumbers
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled, swizzled_offset
 from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax, any_of
 from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
@@ -78,22 +78,18 @@ class Exchange:
     lanes: Lanes
     layout: MmaFragmentLayout  # of the scores
 
-    def column(self, warp_col: Int32) -> Int32:
-        """Address of one number per row for a warp column."""
-        return self.base + Int32(self.memory.row_maxima) + warp_col * (self.memory.tile.rows * 4)
+    @property
+    def numbers(self) -> RowNumbers:
+        """One number per row from each warp column."""
+        return RowNumbers(self.base + Int32(self.memory.row_maxima), self.memory.tile.rows, self.lanes)
 
-    @cute.jit
     def put_column(self, values: list[Float32]) -> None:
-        """Writes a number per row of this warp, the same in all lanes of a quad, to the warp's column."""
-        if self.lanes.quad_lane == 0:
-            column = self.column(self.lanes.warp_col)
-            for slot in cutlass.range_constexpr(len(self.layout.slots)):
-                ptx.st_shared_f32(column + self.lanes.row(slot) * 4, 0, values[slot])
+        """Writes a number per row of this warp to the warp's column."""
+        self.numbers.put(self.lanes.warp_col, values)
 
     def columns(self, row: Int32) -> list[Float32]:
         """Reads what the warps have put for a row."""
-        tile, address = self.memory.tile, self.column(Int32(0)) + row * 4
-        return [ptx.ld_shared_f32(address, i * tile.rows * 4) for i in range(tile.warps_cols)]
+        return self.numbers.of_row(row, self.memory.tile.warps_cols)
 
     @cute.jit
     def put_factors(self, values: list[Float32]) -> None:

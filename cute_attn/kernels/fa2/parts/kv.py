@@ -1,16 +1,16 @@
 """K and V rows on their way: cp.async copies into shared memory, and conversion."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.dequant import E2m1, Fp8
+from cute_attn.kernels.blocks.dequant import Fp8
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.fa2.smem import SCALES_PITCH, SharedMemory
@@ -40,47 +40,20 @@ class Team:
 
 
 @dataclass(frozen=True)
-class WholeChunks:
-    """Copies rows of `row_bytes`, which start and end at multiples of 16 bytes, one chunk at a time."""
-
-    row_bytes: int
-
-    def copy(self, destination: Int32, offset: int, source: Int64, line: int, chunk: Int32, size: Int32) -> None:
-        """Copies chunk `chunk` of a 128-byte line of a row from `source`, which points at the chunk in line 0, to
-        `offset` bytes after `destination`. `size`: 16, or 0 for zeros.
-        """
-        left = self.row_bytes // CHUNK - line * 8
-        part = size if left >= 8 else ptx.select(chunk < left, size, Int32(0))
-        ptx.cp_async(destination, offset, source, line * LINE, part)
-
-
-@dataclass(frozen=True)
-class HalfChunks:
-    """Copies rows of `row_bytes`, which start and end at multiples of 8 bytes, half a chunk at a time."""
-
-    row_bytes: int
-
-    def copy(self, destination: Int32, offset: int, source: Int64, line: int, chunk: Int32, size: Int32) -> None:
-        """Copies as `WholeChunks.copy`; where a row ends in the middle of a chunk, the second half becomes zeros."""
-        for start in (0, CHUNK // 2):
-            left = -(-(self.row_bytes - line * LINE - start) // CHUNK)  # chunks that have this half
-            part = size >> 1 if left >= 8 else ptx.select(chunk < left, size >> 1, Int32(0))
-            ptx.cp_async(destination, offset + start, source, line * LINE + start, part, CHUNK // 2)
-
-
-@dataclass(frozen=True)
 class TokenRows:
     """K or V of one kv head: token t at base + t * stride; in a tile, rows are `pitch` apart.
 
-    Eight adjacent threads copy a 128-byte line of a row. Nonexistent tokens and chunks past the head dim become zeros:
-    a NaN there would survive 0 * V.
+    Eight adjacent threads copy a 128-byte line of a row, each a chunk of 16 bytes: at once, or where rows start and end
+    at multiples of 8 bytes, half by half. Nonexistent tokens and what is past the head dim become zeros: a NaN there
+    would survive 0 * V.
     """
 
     base: Int64
     stride: Int64
     page_stride: Int64  # where tokens are in pages
-    chunks: WholeChunks | HalfChunks
+    row_bytes: int
     pitch: int
+    copy_bytes: int  # 16 or 8
 
     def moved(self, tokens: Int32) -> "TokenRows":
         """The rows starting at token `tokens`."""
@@ -102,43 +75,38 @@ class TokenRows:
         """Copies this thread's chunks of the row `row` rows below the one at `shared`."""
         # row0 + row has the low bits of row0 xor those of `row`: row0 < row, both powers of two.
         destination = shared ^ Int32(row % 8 * CHUNK) if row % 8 else shared
-        for line in range(self.pitch // LINE):
-            self.chunks.copy(destination, row * self.pitch + line * LINE, source, line, chunk, size)
+        wanted = size if self.copy_bytes == CHUNK else size >> 1
+        for line in range(0, self.pitch, LINE):
+            for start in range(line, line + CHUNK, self.copy_bytes):
+                left = -(-(self.row_bytes - start) // CHUNK)  # chunks that have these bytes
+                part = wanted if left >= 8 else ptx.select(chunk < left, wanted, Int32(0))
+                ptx.cp_async(destination, row * self.pitch + start, source, start, part, self.copy_bytes)
             yield
 
 
-class NoScales:
-    """K and V without block scales."""
+class Scales(NamedTuple):
+    """NVFP4 block scales of K or V: address of token 0, strides per token and per page, 4-byte words per row."""
 
-    count = 0
-
-    def copy_row(self, target: Int32, row: int, page: Int32, token: Int32, size: Int32, chunk: Int32) -> Iterator[None]:
-        yield from ()
+    base: Int64
+    stride: Int64
+    page_stride: Int64
+    words: Int32
 
 
 @dataclass(frozen=True)
 class ScaleRows:
-    """NVFP4 block scales of K and V: addresses of token 0, strides per token and per page, 4-byte words per row."""
+    """Block scales of K and V, of which a thread copies a word per row."""
 
-    count: ClassVar[int] = 1  # copies per thread and row
-    k: Int64
-    v: Int64
-    k_stride: Int64
-    v_stride: Int64
-    k_page_stride: Int64
-    v_page_stride: Int64
-    k_words: int
-    v_words: int
+    k: Scales
+    v: Scales
 
     def copy_row(self, target: Int32, row: int, page: Int32, token: Int32, size: Int32, chunk: Int32) -> Iterator[None]:
         """Copies the words of K with four of a row's eight threads and those of V with the others; nonexistent tokens
         get zeros. `target`: of this thread's row in the first pass.
         """
         is_k, word = chunk < 4, chunk & 3
-        base, stride = ptx.select(is_k, self.k, self.v), ptx.select(is_k, self.k_stride, self.v_stride)
-        page_stride = ptx.select(is_k, self.k_page_stride, self.v_page_stride)
+        base, stride, page_stride, words = (ptx.select(is_k, *both) for both in zip(self.k, self.v, strict=True))
         address = ptx.mad_u32(token, stride, ptx.mad_u32(page, page_stride, base + Int64(word * 4)))
-        words = ptx.select(is_k, Int32(self.k_words), Int32(self.v_words))
         part = ptx.select(word < words, size >> 2, Int32(0))
         ptx.cp_async(target + Int32(row * SCALES_PITCH) + chunk * 4, 0, address, 0, part, 4)
         yield
@@ -152,7 +120,7 @@ class KVTiles:
     team: Team
     k: TokenRows
     v: TokenRows
-    scales: NoScales | ScaleRows
+    scales: ScaleRows | None
     kv_end: Int32
 
     @property
@@ -164,7 +132,7 @@ class KVTiles:
     def count(self) -> int:
         """Copies per thread and tile."""
         lines = (self.k.pitch + self.v.pitch) // LINE
-        return self.passes * (lines + self.scales.count)
+        return self.passes * (lines + (self.scales is not None))
 
     @property
     def passes(self) -> int:
@@ -198,16 +166,16 @@ class DenseKV(KVTiles):
         left = ptx.select(wanted, self.kv_end - start, Int32(0))
         yield from self.k.copies(self.team, self.k_target(slot), self.rows, start, left)
         yield from self.v.copies(self.team, self.v_target(slot), self.rows, start, left)
-        if self.scales.count:
-            yield from self.scale_copies(slot, start, left)
+        if self.scales:
+            yield from self.scale_copies(self.scales, slot, start, left)
 
-    def scale_copies(self, slot: Int32, start: Int32, left: Int32) -> Iterator[None]:
+    def scale_copies(self, scales: ScaleRows, slot: Int32, start: Int32, left: Int32) -> Iterator[None]:
         step, thread = self.team.size // 8, ptx.opaque(self.team.thread)
         row, chunk = thread >> 3, thread & 7
         target = self.scales_target(slot, row)
         for i in range(self.passes):
             size = ptx.select(Int32(i * step) < left - row, Int32(CHUNK), Int32(0))
-            yield from self.scales.copy_row(target, i * step, Int32(0), start + row + i * step, size, chunk)
+            yield from scales.copy_row(target, i * step, Int32(0), start + row + i * step, size, chunk)
 
 
 ROWS_PER_PASS = 4  # of a warp, eight threads per row
@@ -259,7 +227,8 @@ class PagedKV(KVTiles):
                 address = source.base + Int64(chunk * CHUNK)
                 address = ptx.mad_u32(within, source.stride, ptx.mad_u32(page, source.page_stride, address))
                 yield from source.copy_row(target, i * step, address, chunk, size)
-            yield from self.scales.copy_row(scales_at, i * step, page, within, size, chunk)
+            if self.scales:
+                yield from self.scales.copy_row(scales_at, i * step, page, within, size, chunk)
 
 
 # --- conversion -------------------------------------------------------------------------------------------------------
@@ -368,7 +337,7 @@ class Nvfp4:
     """Converts e2m1 numbers, low nibble first, with one e4m3 scale per 16 numbers."""
 
     dtype: str
-    e2m1: E2m1
+    e2m1: Callable[[Int32], list[Int32]]  # of a word
     e4m3: Fp8
 
     def pairs(self, words: list[Int32], scales: Int32) -> list[Int32]:
@@ -377,5 +346,5 @@ class Nvfp4:
         result = []
         for i, word in enumerate(words):
             scale = ptx.permute(both, both, 0x1010 if i < 2 else 0x3232)
-            result += [ptx.multiply_16(self.dtype, pair, scale) for pair in self.e2m1.word(word)]
+            result += [ptx.multiply_16(self.dtype, pair, scale) for pair in self.e2m1(word)]
         return result

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks.masks import Band
-from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.tile_scheduler import load_item, mask_offset
 from cute_attn.schedule.records import Item
 
@@ -34,8 +34,8 @@ class WorkTile:
         return Band(self.kv_end, self.left, self.right)
 
     def rows(self, p: Any) -> PackedRows:
-        group = Divisor(p.group, p.group_multiplier, p.group_shift)
-        return PackedRows(self.first_row, self.qo_len * p.group, group, self.kv_head * p.group, self.qo_start)
+        group = p.group.value
+        return PackedRows(self.first_row, self.qo_len * group, p.group, self.kv_head * group, self.qo_start)
 
     def mask(self, p: Any) -> Int64:
         """Address of the first byte of the packed mask."""
@@ -106,5 +106,5 @@ class ItemSchedule:
 
 def divmod_kv_heads(p: Any, linear_index: Int32) -> tuple[Int32, Int32]:
     """Returns (linear_index / num_kv_heads, kv head): kv heads are innermost."""
-    index = Divisor(p.num_kv_heads, p.kv_heads_multiplier, p.kv_heads_shift).quotient(linear_index)
-    return index, linear_index - index * p.num_kv_heads
+    index = p.num_kv_heads.quotient(linear_index)
+    return index, linear_index - index * p.num_kv_heads.value

@@ -4,6 +4,7 @@ Two adjacent blocks of 8 columns of an accumulator (`MmaFragmentLayout`), rounde
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -106,17 +107,8 @@ class WarpgroupLanes(FragmentPosition):
 class RematerializedLanes:
     """`WarpgroupLanes` read at every use, so that nothing derived from them stays in registers in between."""
 
-    def row(self, slot: int) -> Int32:
-        return WarpgroupLanes.of().row(slot)
-
-    def first_col(self) -> Int32:
-        return WarpgroupLanes.of().first_col()
-
-    def first_warp_col(self) -> Int32:
-        return Int32(0)
-
-    def lane_col(self) -> Int32:
-        return WarpgroupLanes.of().lane_col()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(WarpgroupLanes.of(), name)
 
 
 AnyLanes = WarpgroupLanes | RematerializedLanes

@@ -55,7 +55,7 @@ class PairExp2(Exp2):
         """Returns the largest of `high` and the scores on the FMA units."""
         for i in range(0, len(s), 2):
             if self.on_fma_units(i // 2):
-                high = sm100.fmax3_nan(high, s[i], s[i + 1])
+                high = ptx.fmax_nan(high, s[i], s[i + 1])
         return high
 
     def sum(self, sums: PairSums) -> Float32:  # type: ignore[override]

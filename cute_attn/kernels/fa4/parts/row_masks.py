@@ -15,7 +15,7 @@ from cute_attn.kernels.blocks.masks import (
     columns_before,
     columns_from,
     funnel_shift_right,
-    load_mask_word,
+    mask_words,
 )
 from cute_attn.kernels.blocks.rows import PackedRows
 
@@ -70,11 +70,7 @@ class PackedWords(EarlyWords):
     kv_len: Int32
 
     def word(self, kv_start: Int32) -> Int32:
-        bit = Int64(self.token) * Int64(self.kv_len) + Int64(kv_start)
-        address = self.bits + (bit >> Int64(3))
-        aligned = address & Int64(-4)
-        shift = Int32((address & Int64(3)) * Int64(8) + (bit & Int64(7)))
-        low, high = (load_mask_word(aligned + Int64(4 * i), self.bits_end) for i in range(2))
+        (low, high), shift = mask_words(self, self.token, kv_start, 2)
         return super().word(kv_start) | ~funnel_shift_right(low, high, shift)
 
 

@@ -170,7 +170,7 @@ class PersistentKernel(PreparedKernel):
             **score_fields(settings, variant.scores(features)),
             "lse_scale": settings.lse_scale,
             "head_blocks": head_blocks,
-            **divisor("page_size", settings.page_size, stem="page"),
+            **divisor("page_size", settings.page_size),
             "box_rows": self.maps.box_rows,
         }
         static |= dict.fromkeys(LENGTH_FIELDS, 0) if batch else NO_BATCH

@@ -30,6 +30,7 @@ from cute_attn.kernels.mla.program import LatentProgram, MlaParams
 from cute_attn.kernels.mla.smem import HopperMlaMemory
 from cute_attn.kernels.mla.spec import HopperMlaSpec
 from cute_attn.kernels.xqa.parts.partition import EvenPartition
+from cute_attn.kernels.xqa.parts.team import LoneWarp
 
 SWITCH = 4  # tiles in whose time a CTA ends a part of a segment and begins another
 
@@ -116,31 +117,33 @@ class HopperMlaProgram(LatentProgram):
         if work.whole != 0:
             self.store(p, mma, rows, running, total)
         else:
-            ticket = shared_memory() + Int32(self.memory.ticket)
-            parts = work.first_share, work.shares
-            merge = SegmentMerge(self.spec, p, FinalEpilogue.of(p), rows, *parts, ticket, TOTALS_BARRIER)
-            self.store_state(merge, mma, running._replace(total=total))
-            merge.merge()
+            threads = TOTALS_BARRIER, self.spec.mma_threads
+            merge = SegmentMerge(self.spec, p, self.memory, LoneWarp(), shared_memory(), FinalEpilogue.of(p), *threads)
+            partial = merge.partial_of(cute.arch.block_idx()[1], work.begin)
+            self.store_state(merge, mma, rows, running._replace(total=total), partial)
+            merge.merge_splits(rows, work.first_share, work.shares)
 
     def store(self, p: MlaParams, mma: MmaWarpgroup, rows: PackedRows, running: Running, total: list[Float32]) -> None:
         """Store the outputs of a whole segment; the first warpgroup stores lse."""
         place = mma.place
         columns = Int64(place.warpgroup * (place.dims * 2))
         lse = ptx.select(place.warpgroup == 0, p.lse, Int64(0))
-        target = Target(self.spec.out_dtype, p.o + columns, p.o_stride_n, p.o_stride_h, lse, p.group)
+        target = Target(self.spec.out_dtype, p.o + columns, p.o_stride_n, p.o_stride_h, lse, p.group.value)
         first = place.quad_lane == 0  # the store sums over the lanes of a quad
         total = [ptx.select(first, x, Float32(0.0)) for x in total]
         WarpgroupStore(place.outputs, place, rows, target, FinalEpilogue.of(p)).write(running.out, running.shift, total)
 
     @cute.jit
-    def store_state(self, merge: SegmentMerge, mma: MmaWarpgroup, running: Running) -> None:
+    def store_state(
+        self, merge: SegmentMerge, mma: MmaWarpgroup, rows: PackedRows, running: Running, partial: Int32
+    ) -> None:
         """Store the state of this CTA's part of a segment: unnormalised outputs, maxima and sums."""
         place = mma.place
         layout, first = place.outputs, place.warpgroup * place.dims + place.first_col()
         for slot in cutlass.range_constexpr(len(layout.slots)):
             row = place.row(slot)
-            stats, outputs = merge.state(merge.own, row)
-            if merge.rows.exists(row):
+            stats, outputs = merge.partial_address(partial, row)
+            if rows.exists(row):
                 for i, column in layout.pairs(slot):
                     ptx.st_global_v2_f32(outputs + Int64(first * 4), column * 4, running.out[i : i + 2])
                 if cutlass.and_(place.quad_lane == 0, place.warpgroup == 0):

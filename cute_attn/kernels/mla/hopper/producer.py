@@ -14,7 +14,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.dequant import Fp8, scaled
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
-from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.mla.hopper.rings import NO_WORK, PRODUCERS, Rings, SegmentRecord
@@ -126,13 +126,9 @@ class Producer:
         tile, pages = Tile(segment, index, index < split.end, []), []
         table = isa.mad_wide(segment.first_page, Int32(4), self.p.table)
         for first in self.steps:
-            page = self.page_size.quotient(self.token(tile, first))
+            page = self.p.page_size.quotient(self.token(tile, first))
             pages.append(ptx.load_word_if(self.exists(tile, first), table + Int64(page) * Int64(4)))
         return tile._replace(pages=pages)
-
-    @property
-    def page_size(self) -> Divisor:
-        return Divisor(self.p.page_size, self.p.page_multiplier, self.p.page_shift)
 
     def token(self, tile: Tile, first: int) -> Int32:
         return tile.index * self.memory.spec.cols + (self.row + first)
@@ -144,7 +140,7 @@ class Producer:
         """Return where row `i` of this thread is. Found out for each half again: registers for it are lacking."""
         p, page, first = self.p, tile.pages[i], self.steps[i]
         token = self.token(tile, first)
-        slot = token - self.page_size.quotient(token) * p.page_size
+        slot = token - p.page_size.quotient(token) * p.page_size.value
         latent = isa.mad_wide(slot, p.ckv_stride_n, isa.mad_wide(page, p.ckv_stride_page, p.ckv))
         rotated = isa.mad_wide(slot, p.kpe_stride_n, isa.mad_wide(page, p.kpe_stride_page, p.kpe))
         spec, scales = self.memory.spec, Int64(0)

@@ -10,7 +10,7 @@ from cutlass import Boolean, Int32
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
-from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.smem_map import BARRIER_BYTES
 from cute_attn.kernels.mla.smem import HALVES, RECORD_BYTES, HopperMlaMemory
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share
@@ -66,8 +66,7 @@ class SegmentRecord(NamedTuple):
             ptx.st_shared_v4(address, 4 * i, words[i : i + 4])
 
     def rows(self, p: Any) -> PackedRows:
-        group = Divisor(p.group, p.group_multiplier, p.group_shift)
-        return PackedRows(self.first_row, self.row_count, group, Int32(0), self.start_row)
+        return PackedRows(self.first_row, self.row_count, p.group, Int32(0), self.start_row)
 
     def split(self) -> KvSplit:
         return KvSplit(self.begin, self.end, self.whole != 0, Boolean(True))

@@ -19,7 +19,7 @@ from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
-from cute_attn.kernels.blocks.register_layout import FragmentPosition, MmaFragmentLayout
+from cute_attn.kernels.blocks.register_layout import FragmentPosition, MmaFragmentLayout, RowNumbers
 from cute_attn.kernels.blocks.smem import swizzled
 from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax, add, any_of
 from cute_attn.kernels.formats import LINE
@@ -135,7 +135,9 @@ class MmaWarpgroup:
         self.half.wait_full(state)
         tma.fence_async()
         tma.named_sync(P_BARRIER + (1 - place.warpgroup), BOTH)
-        running = self.follow(running, self.read_column(self.memory.shifts, 1 - place.warpgroup))
+        running = self.follow(
+            running, self.numbers(self.memory.shifts).of_column(1 - place.warpgroup, place.scores.slots)
+        )
         p = cute.arch.make_warp_uniform(sm90.descriptor(self.base + Int32(self.memory.p), 0))
         a = sm90.MatrixA([], p, [sm90.operand_offset(step, place.spec.rows) for step in range(place.spec.cols // 16)])
         return running._replace(out=self.accumulate(running.out, a, state))
@@ -199,7 +201,7 @@ class MmaWarpgroup:
         address = self.base + Int32(self.memory.p) + swizzled(row, chunk, LINE)
         for i in range(0, len(p), 4):
             sm90.stmatrix_x4(address ^ Int32(8 * i), 0, p[i : i + 4])
-        self.write_column(self.memory.shifts, shift)
+        self.numbers(self.memory.shifts).put(place.warpgroup, shift)
         tma.fence_async()
         tma.named_arrive(P_BARRIER + place.warpgroup, BOTH)
 
@@ -213,27 +215,15 @@ class MmaWarpgroup:
         steps = range(0, place.spec.cols * LINE, 16 * LINE)
         return sm90.wgmma(self.dtype, self.dtype, place.dims, p, cute.arch.make_warp_uniform(v), steps, out)
 
-    @cute.jit
-    def write_column(self, offset: int, values: list[Float32]) -> None:
-        """Write a number per row slot, the same in all lanes of a quad."""
-        place = self.place
-        if place.quad_lane == 0:
-            column = self.column(offset, place.warpgroup)
-            for slot in cutlass.range_constexpr(len(values)):
-                ptx.st_shared_f32(column + place.row(slot) * 4, 0, values[slot])
-
-    def read_column(self, offset: int, warpgroup: Int32) -> list[Float32]:
-        column = self.column(offset, warpgroup)
-        return [ptx.ld_shared_f32(column + self.place.row(slot) * 4) for slot in self.place.scores.slots]
-
-    def column(self, offset: int, warpgroup: Int32) -> Int32:
-        return self.base + Int32(offset) + warpgroup * (self.memory.spec.rows * 4)
+    def numbers(self, offset: int) -> RowNumbers:
+        """One number per row from each warpgroup."""
+        return RowNumbers(self.base + Int32(offset), self.memory.spec.rows, self.place)
 
     def whole_totals(self, running: Running) -> list[Float32]:
         """Return the sums of rows over the tiles of both warpgroups."""
-        mine = [self.place.scores.reduce(add, x) for x in running.total]
-        self.write_column(self.memory.totals, mine)
+        mine, place = [self.place.scores.reduce(add, x) for x in running.total], self.place
+        self.numbers(self.memory.totals).put(place.warpgroup, mine)
         tma.named_sync(Int32(TOTALS_BARRIER), BOTH)
-        others = self.read_column(self.memory.totals, 1 - self.place.warpgroup)
+        others = self.numbers(self.memory.totals).of_column(1 - place.warpgroup, place.scores.slots)
         tma.named_sync(Int32(TOTALS_BARRIER), BOTH)  # before either writes again
         return [a + b for a, b in zip(mine, others, strict=True)]

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
+from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout, RowNumbers
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax, add, tree
 from cute_attn.kernels.mla.parts.products import Place
@@ -28,21 +28,18 @@ class Exchange:
     place: Place
     base: Int32  # of shared memory
 
-    @cute.jit
+    @property
+    def numbers(self) -> RowNumbers:
+        """One number per row from each slice."""
+        return RowNumbers(self.base + Int32(self.memory.columns), self.memory.rows, self.place)
+
     def put_column(self, values: list[Float32]) -> None:
-        """Write a number per row slot, the same in all lanes of a quad, to the column of this warp's slice."""
-        if self.place.quad_lane == 0:
-            column = self.column(self.place.slice)
-            for slot in cutlass.range_constexpr(len(values)):
-                ptx.st_shared_f32(column + self.place.row(slot) * 4, 0, values[slot])
+        """Write a number per row slot to the column of this warp's slice."""
+        self.numbers.put(self.place.slice, values)
 
     def columns(self, slot: int) -> list[Float32]:
         """Read what all slices have put for a row slot."""
-        address, step = self.column(Int32(0)) + self.place.row(slot) * 4, self.memory.rows * 4
-        return [ptx.ld_shared_f32(address, i * step) for i in range(self.memory.spec.slices)]
-
-    def column(self, index: Int32) -> Int32:
-        return self.base + Int32(self.memory.columns) + index * (self.memory.rows * 4)
+        return self.numbers.of_row(self.place.row(slot), self.memory.spec.slices)
 
     def put_p(self, p: list[Float32]) -> None:
         """Write this thread's part of P in 16 bits."""

@@ -31,7 +31,7 @@ from cute_attn.kernels.xqa.host.variant import (
 )
 from cute_attn.kernels.xqa.spec import CTA_REQUESTS, LengthsSpec
 from cute_attn.kernels.xqa.tiles import Rings
-from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Problem, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Problem, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Bound, current_stream
 from cute_attn.runtime.staging import Staging
@@ -63,7 +63,7 @@ class DecodeRun(Runner):
         tables, scratch, index = problem.block_tables, problem.scratch, gpu.device_index
         rows, width = tables.shape
         rule = rule_of(settings.features, gpu.arch, shape_of_call(problem))
-        config = prepared(launch_config, settings, qo_len, rule, gpu.arch, gpu.sms, UNLIMITED, rows == 1)
+        config = prepared(launch_config, settings, qo_len, rule, gpu.arch, gpu.sms)
         kernel, longest, step = prepared(XqaKernel, settings, config, gpu), problem.max_kv_len, tables.stride(0)
         strides = kernel.strides(problem.q, problem.k, problem.v, problem.out, block_scale_strides(problem))
         numbers = config.request((step, 0, rows), (rows - 1) * step + width)
@@ -103,7 +103,7 @@ def schedule(
     batch_size = lengths.batch_size
     assert qo_len is not None  # given by decode wrappers
     rule = rule_of_batch(settings, lengths, limits, arch)
-    config = prepared(launch_config, settings, qo_len, rule, arch, sms, limits.workspace_bytes, batch_size == 1)
+    config = prepared(launch_config, settings, qo_len, rule, arch, sms, limits.workspace_bytes)
     size = record_ints(lengths)
     records = allocate(size + config.ctas)
     records[size:] = 0

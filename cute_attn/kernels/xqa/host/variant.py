@@ -10,7 +10,7 @@ from cute_attn.kernels.host.params import Fields, divisor, magic
 from cute_attn.kernels.host.prepared import Grid
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
-from cute_attn.kernels.xqa.spec import ONE_SEGMENT, DecodeSpec, XqaSpec
+from cute_attn.kernels.xqa.spec import CLUSTER_REQUESTS, DecodeSpec, XqaSpec
 from cute_attn.kernels.xqa.tiles import Rings, Shape
 from cute_attn.kernels.xqa.umma import tiles as umma_tiles
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
@@ -21,9 +21,11 @@ from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.split_kv import ceil_div
 
 MAX_IDLE = 1 / 32  # of all CTAs
-# Of the SMs, to which clusters may be given: those of a GPC that its clusters leave over take none, and a cluster that
-# has to wait for another costs more than SMs without one (131072 keys of 8 kv heads, 16 clusters of 8, H100: 16 %).
+# Of the SMs, to which clusters of more than two CTAs may be given: those of a GPC that its clusters leave over take
+# none, and a cluster that has to wait for another costs more than SMs without one (131072 keys of 8 kv heads, 16
+# clusters of 8, H100: 16 %).
 CLUSTERED = 3 / 4
+SPARE = 8  # rounds of a cluster's warps by which its share may exceed equal shares, so that no segment is cut
 MAX_GRID_Z = 65535  # CTAs along the third axis of a grid: requests of which each has some of its own
 
 
@@ -74,11 +76,12 @@ class LaunchConfig(NamedTuple):
     spec: DecodeSpec
     qo_len: int  # query tokens of every request, or the most of any
     row_blocks: int  # blocks of query rows per request and kv head
-    grid: Grid  # (CTA groups, CTAs per group, 1), or of a request (units / units of a CTA, CTAs of a segment, 1)
+    grid: Grid  # (CTA groups, CTAs per group, 1), or of a request (units / units of a CTA, 1, 1)
     ctas: int = 0  # CTAs of the grid, and some that are idle, that may leave partial results
     partial_bytes: int = 0  # 0 for one CTA, which leaves no partial results
     min_share: int = 1  # tiles of a CTA
-    dealt: int = 0  # positions of a segment that CTAs take whole, see `parts.tickets`
+    # Positions of a segment that CTAs take whole, see `parts.tickets`; by which shares of clusters may be unequal.
+    dealt: int = 0
 
     @property
     def counter_bytes(self) -> int:
@@ -86,11 +89,9 @@ class LaunchConfig(NamedTuple):
 
     def grid_of(self, batch_size: int) -> Grid:
         """Returns the grid of a launch of `batch_size` requests."""
-        if self.spec.work not in ONE_SEGMENT:
-            return self.grid
-        if self.ctas and batch_size > 1:
-            raise ValueError(f"several clusters share a segment of one request alone, got {batch_size} requests")
-        return *self.grid[:2], batch_size
+        if self.spec.work == "cluster" and batch_size > CLUSTER_REQUESTS:
+            raise ValueError(f"clusters read the lengths of at most {CLUSTER_REQUESTS} requests, got {batch_size}")
+        return (*self.grid[:2], batch_size) if self.spec.whole else self.grid
 
     @property
     def reads_ahead(self) -> bool:
@@ -103,7 +104,7 @@ class LaunchConfig(NamedTuple):
 
     def fields(self, num_kv_heads: int, group: int, page_size: int) -> Fields:
         """Returns the parameters by which CTAs share the keys. `group`: query heads of a kv head."""
-        multiplier, shift = magic(self.grid[1])
+        multiplier, shift = magic(self.grid[1] // self.spec.cluster_size)
         return {
             "q_len": self.qo_len,
             "num_kv_heads": num_kv_heads,
@@ -112,8 +113,8 @@ class LaunchConfig(NamedTuple):
             "shares_multiplier": multiplier,
             "shares_shift": shift,
             **divisor("group", group),
-            **divisor("page_size", page_size, stem="page"),
-            "overhead": self.spec.segment_overhead,
+            **divisor("page_size", page_size),
+            "overhead": self.spec.segment_overhead * self.spec.cluster_size,
             "min_share": self.min_share,
         }
 
@@ -125,49 +126,33 @@ def launch_config(
     arch: Arch,
     sms: int,
     workspace_bytes: int = UNLIMITED,
-    alone: bool = True,
 ) -> LaunchConfig:
     """Returns the kernel and grid for a GPU of `arch` with `sms` multiprocessors. `rule`: one of those for the
-    settings' features. `workspace_bytes`: room for partial results; fewer CTAs, down to one, need less. `alone`:
-    launches are of one request.
+    settings' features. `workspace_bytes`: room for partial results; fewer CTAs, down to one or a cluster, need less.
     """
     features = settings.features
     spec = choose_spec(features, qo_len, rule, arch)
     if features.num_kv_heads % spec.heads:
         raise ValueError(f"{spec} has {spec.heads} kv heads a CTA, which do not divide {features.num_kv_heads}")
     row_blocks = ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), spec.rows)
-    if isinstance(spec, XqaSpec) and spec.work in ONE_SEGMENT:
-        return segments(spec, qo_len, row_blocks, features.num_kv_heads, sms, workspace_bytes, alone)
+    if spec.whole:
+        return LaunchConfig(spec, qo_len, row_blocks, (features.num_kv_heads // spec.heads * row_blocks, 1, 1))
     return shares(spec, qo_len, row_blocks, features.num_kv_heads, sms, workspace_bytes)
 
 
 def shares(
     spec: DecodeSpec, qo_len: int, row_blocks: int, num_kv_heads: int, sms: int, workspace_bytes: int
 ) -> LaunchConfig:
-    """Returns a launch of as many CTAs as run at a time."""
-    ctas = max(1, min(sms * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec)))
-    groups = cta_group_count(num_kv_heads // spec.heads * row_blocks, ctas)
-    size = ctas // groups
-    partial_bytes = 0 if ctas == 1 else ctas * partial_bytes_per_cta(spec)
-    min_share = 1 if size == 1 else spec.teams
-    return LaunchConfig(spec, qo_len, row_blocks, (groups, size, 1), ctas, partial_bytes, min_share, tiles.DEALT)
-
-
-def segments(
-    spec: XqaSpec, qo_len: int, row_blocks: int, num_kv_heads: int, sms: int, workspace_bytes: int, alone: bool
-) -> LaunchConfig:
-    """Returns a launch of a CTA or a cluster for every unit, or for as many units as a CTA has; of one request alone of
-    as many clusters as there is room for. One cluster a unit merges in shared memory alone.
-    """
-    units, size, count = num_kv_heads // spec.heads * row_blocks, spec.cluster_size, 1
-    if alone and spec.work == "cluster":
-        ctas = min(int(sms * CLUSTERED) * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec))
-        count = ctas // (units * size)
-    if count <= 1:
-        return LaunchConfig(spec, qo_len, row_blocks, (units, size, 1))
-    used = units * count * size
-    grid, partial_bytes = (units, count * size, 1), used * partial_bytes_per_cta(spec)
-    return LaunchConfig(spec, qo_len, row_blocks, grid, used, partial_bytes, spec.teams)
+    """Returns a launch of as many CTAs as run at a time, or of as many clusters as do for certain."""
+    units, size = num_kv_heads // spec.heads * row_blocks, spec.cluster_size
+    room = int(sms * (CLUSTERED if size > 2 else 1)) * spec.ctas  # two CTAs of a cluster have the SMs of a TPC
+    count = max(1, min(room, workspace_bytes // partial_bytes_per_cta(spec)) // size)
+    groups = cta_group_count(units, count)
+    of_group, ctas = count // groups, count * size
+    partial_bytes = 0 if count == 1 else ctas * partial_bytes_per_cta(spec)
+    min_share = 1 if count == groups and size == 1 else spec.teams * size
+    grid, dealt = (groups, of_group * size, 1), tiles.DEALT if size == 1 else SPARE * spec.teams * size
+    return LaunchConfig(spec, qo_len, row_blocks, grid, ctas, partial_bytes, min_share, dealt)
 
 
 def partial_bytes_per_cta(spec: DecodeSpec) -> int:

@@ -9,7 +9,6 @@ other lines of the cache: requests, heads, entries of the page table and pages a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,10 +17,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
-from cute_attn.kernels.xqa.parts.partition import FirstKeys, Load, Partition, Segment, Share
+from cute_attn.kernels.xqa.parts.partition import FirstKeys, Load, Segment, Share
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.spec import XqaSpec
 
@@ -29,40 +27,27 @@ FETCHED = 64  # bytes that come from memory at once
 
 
 class EarlyTiles(NamedTuple):
-    """A CTA's first segment, and page ids of a warp's first tiles, before the preceding kernel has ended. Without
+    """A CTA's first segment, and page ids of a warp's first tiles, before the preceding kernel has ended; without
     queries where their place must be read, since queries are not kept in bounds."""
 
+    seen: list[Int32]  # what told the segment
     share: Share
     segment: Segment
     token_pages: list[TokenPages]  # of the first tiles, and of the tile that follows them
 
-    def has_other_queries(self, segment: Segment) -> Boolean:
-        """Whether the queries of the first segment are others than expected."""
-        was, now = self.segment.request, segment.request
-        places = (self.segment.unit, segment.unit), (was.qo_start, now.qo_start), (was.qo_len, now.qo_len)
-        return differ(places) != Int32(0)
-
-    def has_other_tiles(self, share: Share, segment: Segment, token_pages: list[TokenPages]) -> Boolean:
-        """Whether any lane of the warp has copied other tokens than those of the segment, or from other pages than
-        those that its entries of the page table have now."""
-        early, now = self.segment.request, segment.request
+    def have_changed(self, seen: list[Int32], token_pages: list[TokenPages]) -> Boolean:
+        """Whether any lane of the warp sees other lengths, or other pages in the entries of the page table from which
+        the first tiles were copied."""
         found = zip(self.token_pages[:-1], token_pages[:-1], strict=True)
         pages = [pair for before, after in found for pair in zip(before.pages, after.pages, strict=True)]
-        tokens = (early.kv_len, now.kv_len), (early.first_token, now.first_token)
-        begins = (self.share.begin, share.begin), (self.share.end, share.end), (self.segment.start, segment.start)
-        places = (self.segment.unit, segment.unit), (self.segment.first_page, segment.first_page)
-        return isa.ballot(differ((*pages, *tokens, *begins, *places)) != Int32(0)) != Int32(0)
+        pairs = [*pages, *zip(self.seen, seen, strict=True)]
+        return isa.ballot(functools.reduce(lambda a, b: a | b, (a ^ b for a, b in pairs)) != Int32(0)) != Int32(0)
 
 
-def differ(pairs: Iterable[tuple[Int32, Int32]]) -> Int32:
-    """0 where both of every pair are equal."""
-    return functools.reduce(lambda a, b: a | b, (a ^ b for a, b in pairs))
-
-
-def early_segment(partition: Partition, p: Any) -> tuple[Share, Segment]:
+def early_segment(found: tuple[Share, Segment], p: Any) -> tuple[Share, Segment]:
     """The first segment, in bounds; `p` are the parameters of the launch."""
-    share, segment = partition.first_segment()
-    unit = ptx.maximum(ptx.minimum(segment.unit, p.num_kv_heads * p.row_blocks - 1), Int32(0))
+    share, segment = found
+    unit = ptx.maximum(ptx.minimum(segment.unit, p.num_kv_heads * p.row_blocks.value - 1), Int32(0))
     qo_len = ptx.select(p.q_indptr == Int64(0), segment.request.qo_len, Int32(0))
     return share, segment._replace(unit=unit, request=segment.request._replace(qo_len=qo_len))
 
@@ -98,11 +83,10 @@ class KeysAhead:
         p = self.p
         head = Int64(keys.head)
         k, v = p.k + head * p.k_stride_h, p.v + head * p.v_stride_h
-        divisor = Divisor(p.page_size, p.page_multiplier, p.page_shift)
         threads = 32 * self.spec.teams
         for token in cutlass.range(keys.begin + self.team.thread(), keys.end, threads, unroll=2):
-            number = divisor.quotient(token)
-            within = token - number * p.page_size
+            number = p.page_size.quotient(token)
+            within = token - number * p.page_size.value
             page = page_in_bounds(p, keys.first_page + number, p.pages > 0)
             if p.pages > 0:
                 self.fetch_row(k, page * p.k_stride_page + within * p.k_stride_n)

@@ -101,6 +101,11 @@ class Merge(PartialResults):
     finish: FinalEpilogue
 
     @property
+    def share_number(self) -> Int32:
+        """Number of this CTA's share."""
+        return cute.arch.block_idx()[1]
+
+    @property
     def vectors_per_row(self) -> int:
         """Vectors of a state's columns of a row, padding included."""
         return self.memory.tile_dim // VECTOR_WIDTH
@@ -122,8 +127,11 @@ class Merge(PartialResults):
         """Threads that have the same columns."""
         return self.lanes * self.spec.teams
 
-    def enter(self) -> None:
+    def enter(self, split: KvSplit) -> None:
         """What must precede the tiles of a segment."""
+
+    def collect(self, rows: PackedRows) -> None:
+        """Exchange states with the CTAs that have other tiles of the same share."""
 
     def sync(self) -> None:
         """Barrier of all threads that merge a segment."""
@@ -172,10 +180,12 @@ class Merge(PartialResults):
         last = ptx.divide(segment.start + segment.request.tiles - 1, share.size)
         # Computed here, not after the barriers, where every thread would wait for the divisions.
         first, count = ptx.opaque(first), ptx.opaque(last - first + 1)
-        for item in cutlass.range(thread, self.num_vectors(rows), threads, unroll=1):
+        self.collect(rows)
+        begin, end = self.vectors(rows)
+        for item in cutlass.range(begin + thread, end, threads, unroll=1):
             row, dim = self.row_and_dim(item)
             if self.has_columns(dim):
-                result = self.merge_warps(row, dim)
+                result = self.merged(row, dim)
                 if split.whole:
                     self.store(rows, row, self.head_dim(dim), result)
                 else:
@@ -191,6 +201,14 @@ class Merge(PartialResults):
             if self.has_columns(dim):
                 self.store(rows, row, self.head_dim(dim), self.merge_warps(row, dim))
 
+    def merged(self, row: Int32, dim: Int32) -> SoftmaxState:
+        """One vector of a row, of all tiles of the share."""
+        return self.merge_warps(row, dim)
+
+    def vectors(self, rows: PackedRows) -> tuple[Int32 | int, Int32]:
+        """First of the vectors of rows that exist that this warp's columns have and this CTA writes, and their end."""
+        return 0, self.num_vectors(rows)
+
     def num_vectors(self, rows: PackedRows) -> Int32:
         """Number of vectors of this warp's columns in the rows that exist."""
         return ptx.minimum(rows.count - rows.first, Int32(self.spec.rows)) * self.vectors_per_row
@@ -200,7 +218,7 @@ class Merge(PartialResults):
         p = self.p
         factor, lse = self.finish.row(result.maximum, result.total, rows.head(row))
         if cutlass.and_(dim == 0, p.lse != Int64(0)):
-            ptx.st_global_f32(rows.lse_address(p.lse, row, p.num_kv_heads * p.group), 0, lse)
+            ptx.st_global_f32(rows.lse_address(p.lse, row, p.num_kv_heads * p.group.value), 0, lse)
         self.store_values(rows, row, dim, [x * factor for x in result.values])
 
     def store_values(self, rows: PackedRows, row: Int32, dim: Int32, values: list[Float32]) -> None:
@@ -213,7 +231,7 @@ class Merge(PartialResults):
 
     def partial_index(self, split: KvSplit) -> Int32:
         """Index of a split's partial."""
-        return self.partial_of(cute.arch.block_idx()[1], split.begin)
+        return self.partial_of(self.share_number, split.begin)
 
     def partial_of_part(self, parts: Parts, index: Int32) -> Int32:
         """Index of the `index`-th partial of some parts. That of a group lies where a later CTA of it, which neither
@@ -231,10 +249,14 @@ class Merge(PartialResults):
             index = index * self.spec.heads + warp_index()
         return index * 2 + ptx.flag(before == 0)
 
+    def is_first(self, row: Int32, dim: Int32) -> Boolean:
+        """Whether a vector is the first of its row that this CTA writes."""
+        return dim == 0
+
     @cute.jit
     def store_partial(self, partial: Int32, row: Int32, dim: Int32, result: SoftmaxState) -> None:
         stats, outputs = self.partial_address(partial, row)
-        if dim == 0:
+        if self.is_first(row, dim):
             ptx.st_global_v2_f32(stats, 0, [result.maximum, result.total])
         ptx.st_global_v4_f32(outputs + Int64(dim * 4), 0, result.values)
 
@@ -264,7 +286,7 @@ class Merge(PartialResults):
         bits, going = Int32(0), Boolean(True)
         while going:
             groups = self.groups(count)
-            group = ptx.minimum(cute.arch.block_idx()[1] - first >> bits + GROUP_BITS, groups - 1)
+            group = ptx.minimum(self.share_number - first >> bits + GROUP_BITS, groups - 1)
             begin = group << GROUP_BITS
             size = ptx.select(group == groups - 1, count - begin, Int32(GROUP))  # the last also has what is left over
             parts = Parts(first, begin << bits, size, bits)
@@ -310,10 +332,12 @@ class Merge(PartialResults):
     def row_and_dim(self, index: Int32) -> tuple[Int32, Int32]:
         return index // self.vectors_per_row, index % self.vectors_per_row * VECTOR_WIDTH
 
-    def load_partial(self, partial: Int32, rows: PackedRows, row: Int32, dim: Int32) -> SoftmaxState:
-        """Load a vector of a partial; rows that do not exist give an empty state."""
+    def load_partial(
+        self, partial: Int32, rows: PackedRows, row: Int32, dim: Int32, wanted: Boolean | None = None
+    ) -> SoftmaxState:
+        """Load a vector of a partial; where it is not `wanted`, or else its row does not exist, an empty state."""
         stats, outputs = self.partial_address(partial, row)
-        exists = rows.exists(row)
+        exists = rows.exists(row) if wanted is None else wanted
         maximum, total = isa.ld_l2_if(exists, stats, 2)
         maximum = ptx.select(exists, maximum, Float32(ptx.NEG_INF))
         exists = self.with_columns(exists, dim)

@@ -8,7 +8,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.smem import swizzled_offset
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.parts import instructions as isa
@@ -29,12 +28,11 @@ LoadPageId = Callable[[Boolean, Int32], Int32]  # the id of the request's page o
 
 def token_pages(p: Any, tokens: Iterable[Int32], exists: Callable[[Int32], Boolean], load: LoadPageId) -> TokenPages:
     """Read the page ids of tokens; nothing of one that does not exist."""
-    divisor = Divisor(p.page_size, p.page_multiplier, p.page_shift)
     pages, offsets = [], []
     for token in tokens:
-        index = divisor.quotient(token)
+        index = p.page_size.quotient(token)
         pages.append(load(exists(token), index))
-        offsets.append(token - index * p.page_size)
+        offsets.append(token - index * p.page_size.value)
     return TokenPages(pages, offsets)
 
 

@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks import cluster, ptx
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import warp_index
 from cute_attn.kernels.xqa.parts import instructions as isa
@@ -117,12 +117,18 @@ class Partition:
         units = self.spec.heads
         return self.cta_group if units == 1 else self.cta_group * units + warp_index()
 
-    @cute.jit
     def request(self, index: Int32) -> Request:
+        return self.request_of(index, self.kv_len(index))
+
+    def kv_len(self, index: Int32) -> Int32:
+        p = self.p
+        kv_len = self.load(isa.less_unsigned(index, p.batch), p.seq_lens + Int64(index) * Int64(4), 0)
+        return ptx.maximum(ptx.minimum(kv_len, p.capacity), Int32(0))  # never past the row of the page table
+
+    @cute.jit
+    def request_of(self, index: Int32, kv_len: Int32) -> Request:
         p, cols = self.p, self.spec.cols
         exists = isa.less_unsigned(index, p.batch)
-        kv_len = self.load(exists, p.seq_lens + Int64(index) * Int64(4), 0)
-        kv_len = ptx.maximum(ptx.minimum(kv_len, p.capacity), Int32(0))  # never past the row of the page table
         qo_start, qo_len = index * p.q_len, ptx.select(exists, p.q_len, Int32(0))
         if p.q_indptr != Int64(0):
             bounds = p.q_indptr + Int64(index) * Int64(4)
@@ -134,17 +140,15 @@ class Partition:
 
     def head(self, unit: Int32) -> Int32:
         """Kv head of a unit."""
-        p = self.p
-        return Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(unit)
+        return self.p.row_blocks.quotient(unit)
 
     def rows(self, segment: Segment) -> PackedRows:
         """Packed rows of a segment: the query heads of a GQA group, token by token."""
         p = self.p
         head = self.head(segment.unit)
-        block = segment.unit - head * p.row_blocks
-        group = Divisor(p.group, p.group_multiplier, p.group_shift)
-        count, start = segment.request.qo_len * p.group, segment.request.qo_start
-        return PackedRows(block * self.spec.rows, count, group, head * p.group, start)
+        block = segment.unit - head * p.row_blocks.value
+        count, start = segment.request.qo_len * p.group.value, segment.request.qo_start
+        return PackedRows(block * self.spec.rows, count, p.group, head * p.group.value, start)
 
     @cute.jit
     def first_page(self, index: Int32) -> Int32:
@@ -159,11 +163,26 @@ class Partition:
         """Fetch into L2 what this CTA reads first, before the preceding kernel has ended, which may still write it.
         Nothing, where CTAs read the lengths of many requests."""
 
+    @cute.jit
+    def prefetch_request(self, index: Int32) -> None:
+        """Fetch a request's length and first page, and the sinks of this CTA's heads, which it reads last: all CTAs
+        would wait for them in memory at the same time."""
+        p, offset = self.p, Int64(index) * Int64(4)
+        if cute.arch.thread_idx()[0] == 0:
+            isa.prefetch_l2(p.seq_lens + offset)
+            if p.page_starts != Int64(0):
+                isa.prefetch_l2(p.page_starts + offset)
+            else:
+                isa.prefetch_l2(p.table + offset * Int64(p.table_stride))
+            if p.sinks != Int64(0):
+                head = self.head(self.cta_group * self.spec.heads)  # the CTA's: `warp_index` needs all lanes
+                isa.prefetch_l2(isa.mad_wide(head * p.group.value, Int32(4), p.sinks))
+
     def first_keys(self, segment: Segment, share: Share, most: int) -> FirstKeys:
         """The keys of a share's first segment that this CTA reads first, at most `most`; none of a CTA that cannot
         start before the preceding launch has ended."""
         p, cols = self.p, self.spec.cols
-        split, request = self.split(segment, share), segment.request
+        split, request = self.part(self.split(segment, share)), segment.request
         first_tile = request.first_token // cols
         begin = ptx.maximum((first_tile + split.begin) * cols, request.first_token)
         end = ptx.minimum(ptx.minimum((first_tile + split.end) * cols, request.kv_len), begin + most)
@@ -175,9 +194,17 @@ class Partition:
         cost = (self.request(index).tiles + self.p.overhead) * self.p.units_per_cta_group
         return ptx.select(index < self.p.batch, cost, Int32(0))
 
-    @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
         """This CTA's share, and the segment in which it begins. Every warp computes both on its own."""
+        return self.found(self.seen())
+
+    def seen(self) -> list[Int32]:
+        """What tells the share of a few requests: each lane reads its own part of it, all at once."""
+        return []
+
+    @cute.jit
+    def found(self, seen: list[Int32]) -> tuple[Share, Segment]:
+        """The share and the segment, by what was `seen`."""
         p = self.p
         costs = self.costs()
         share = self.share(costs)
@@ -199,11 +226,15 @@ class Partition:
         for i in cutlass.range(0, run, unroll=4):
             cost = self.cost(lane * run + i)
             own, longest = own + cost, ptx.maximum(longest, cost)
-        reach = own
-        for delta in cutlass.range_constexpr(5):
+        return Costs(run, own, self.reach(own), longest)
+
+    def reach(self, own: Int32) -> Int32:
+        """Sum of the numbers of this lane and all lanes before it."""
+        lane, reach = cute.arch.thread_idx()[0] & 31, own
+        for delta in range(5):
             other = ptx.shuffle_up(reach, 1 << delta)
             reach = reach + ptx.select(lane >= 1 << delta, other, Int32(0))
-        return Costs(run, own, reach, longest)
+        return reach
 
     @cute.jit
     def find(self, costs: Costs, share: Share) -> tuple[Int32, Int32]:
@@ -225,17 +256,30 @@ class Partition:
         return self.equal_share(ptx.shuffle_from(costs.reach, Int32(31)))
 
     def equal_share(self, total: Int32) -> Share:
-        ctas, cta = cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
-        return self.share_of(cta, total, ptx.maximum(self.p.min_share, self.per_cta(total + ctas - 1)))
+        return self.share_of(self.number, total, ptx.maximum(self.p.min_share, self.per_share(total + self.shares - 1)))
 
-    def share_of(self, cta: Int32, total: Int32, size: Int32, pitch: Int32 | int = 0) -> Share:
-        """Share number `cta` of a sequence of `total` positions."""
-        begin = cta * size
+    def share_of(self, number: Int32, total: Int32, size: Int32, pitch: Int32 | int = 0) -> Share:
+        """A share of a sequence of `total` positions."""
+        begin = number * size
         return Share(begin, ptx.select(begin < total, ptx.minimum(begin + size, total), Int32(0)), size, pitch)
 
-    def per_cta(self, count: Int32) -> Int32:
-        """`count` divided by the number of CTAs of the group."""
-        return Divisor(cute.arch.grid_dim()[1], self.p.shares_multiplier, self.p.shares_shift).quotient(count)
+    @property
+    def shares(self) -> Int32:
+        """Number of shares of the CTA group."""
+        return cute.arch.grid_dim()[1]
+
+    @property
+    def number(self) -> Int32:
+        """Number of this CTA's share."""
+        return cute.arch.block_idx()[1]
+
+    def per_share(self, count: Int32) -> Int32:
+        """`count` divided by the number of shares of the group."""
+        return Divisor(self.shares, self.p.shares_multiplier, self.p.shares_shift).quotient(count)
+
+    def lead(self, share: Share) -> Int32:
+        """Positions of a segment before that of its first tile."""
+        return self.p.overhead
 
     def length(self, request: Request, share: Share) -> Int32:
         """Positions of a segment of a request."""
@@ -247,18 +291,25 @@ class Partition:
         return cute.arch.grid_dim()[0] * self.spec.heads
 
     def overlaps(self, segment: Segment, share: Share) -> Boolean:
-        return segment.start - self.p.overhead < share.end
+        return segment.start - self.lead(share) < share.end
 
     def split(self, segment: Segment, share: Share) -> KvSplit:
-        """This CTA's tiles of a segment."""
+        """A share's tiles of a segment."""
         tiles = segment.request.tiles
         begin = ptx.maximum(share.begin - segment.start, Int32(0))
         end = ptx.minimum(share.end - segment.start, tiles)
-        # A segment without tiles belongs to the share that has its last position of overhead.
-        last = segment.start - 1
+        last = self.place_of_empty(segment, share)
         empty = isa.all_of([tiles == 0, share.begin <= last, last < share.end])
         whole = cutlass.or_(isa.all_of([begin == 0, end == tiles, tiles > 0]), empty)
         return KvSplit(begin, end, whole, cutlass.or_(begin < end, empty))
+
+    def place_of_empty(self, segment: Segment, share: Share) -> Int32:
+        """Position by which a segment without tiles belongs to a share: its last one of overhead."""
+        return segment.start - 1
+
+    def part(self, split: KvSplit) -> KvSplit:
+        """This CTA's part of a share's tiles of a segment: all of them."""
+        return split
 
     def next_start(self, segment: Segment, share: Share | None) -> Int32:
         """Position of the first tile of the next segment."""
@@ -271,7 +322,7 @@ class Partition:
         start = self.next_start(segment, share)
         unit = segment.unit + self.unit_step
         following = Segment(segment.index, unit, start, segment.first_page, segment.request)
-        if following.unit >= self.p.num_kv_heads * self.p.row_blocks:
+        if following.unit >= self.p.num_kv_heads * self.p.row_blocks.value:
             index = following.index + 1
             index = index if share is None else ptx.select(self.overlaps(following, share), index, self.p.batch)
             following = Segment(index, self.first_unit, start, self.first_page(index), self.request(index))
@@ -304,7 +355,7 @@ class EvenPartition(Partition):
         most = equal.size + self.spare(equal.size)
         longest = ptx.divide(ptx.warp_maximum(costs.longest), p.units_per_cta_group)
         segments = p.batch * p.units_per_cta_group
-        of_cta = self.per_cta(segments + ctas - 1)  # segments
+        of_cta = self.per_share(segments + ctas - 1)  # segments
         parts = ptx.maximum(ptx.divide(ctas, ptx.maximum(segments, Int32(1))), Int32(1))  # of a segment
         parts = ptx.select(of_cta * longest <= most, Int32(1), parts)
         part = ptx.divide(longest + parts - 1, parts)
@@ -326,7 +377,7 @@ class EvenPartition(Partition):
         return index, before
 
     def split(self, segment: Segment, share: Share) -> KvSplit:
-        begin = ptx.opaque(cute.arch.block_idx()[1]) * share.size  # computed again: no register holds it meanwhile
+        begin = ptx.opaque(self.number) * share.size  # computed again: no register holds it meanwhile
         return super().split(segment, share._replace(begin=begin))
 
     def length(self, request: Request, share: Share) -> Int32:
@@ -347,9 +398,9 @@ class WarpShares(EvenPartition):
 
 
 @dataclass(frozen=True)
-class OneSegment(Partition):
-    """Partition that gives a CTA or a warp one segment, or a part of one, which needs no other request's lengths. The
-    grid is [units / units of a CTA, CTAs of a segment, requests]."""
+class WholeSegments(Partition):
+    """Partition where every segment is short: a CTA or a warp for each, which needs no other request's lengths, and no
+    merge in global memory. The grid is [units / units of a CTA, 1, requests]."""
 
     @property
     def index(self) -> Int32:
@@ -361,34 +412,17 @@ class OneSegment(Partition):
         width, height, _ = cute.arch.grid_dim()
         return super().launched_before + self.index * height * width
 
-    @cute.jit
     def prefetch_lengths(self) -> None:
-        """Fetch the request's length and first page, and the sinks of this CTA's heads, which it reads last: all CTAs
-        would wait for them in memory at the same time."""
-        p, offset = self.p, Int64(self.index) * Int64(4)
-        if cute.arch.thread_idx()[0] == 0:
-            isa.prefetch_l2(p.seq_lens + offset)
-            if p.page_starts != Int64(0):
-                isa.prefetch_l2(p.page_starts + offset)
-            else:
-                isa.prefetch_l2(p.table + offset * Int64(p.table_stride))
-            if p.sinks != Int64(0):
-                head = self.head(self.cta_group * self.spec.heads)  # the CTA's: `warp_index` needs all lanes
-                isa.prefetch_l2(isa.mad_wide(head * p.group, Int32(4), p.sinks))
+        self.prefetch_request(self.index)
 
-    def first_page_and_request(self) -> tuple[Int32, Request]:
-        """In flight together: ptxas waits for the length before the branch to the second load."""
-        return self.first_page(self.index), self.request(self.index)
+    def seen(self) -> list[Int32]:
+        """In flight together: ptxas waits for the length before the branch to a load of the page."""
+        return [self.first_page(self.index), self.kv_len(self.index)]
 
-
-@dataclass(frozen=True)
-class WholeSegments(OneSegment):
-    """Partition where every segment is short: a CTA or a warp for each, which needs no merge in global memory."""
-
-    @cute.jit
-    def first_segment(self) -> tuple[Share, Segment]:
+    def found(self, seen: list[Int32]) -> tuple[Share, Segment]:
         """The only segment of this warp, and a share that is its own."""
-        first_page, request = self.first_page_and_request()
+        first_page, kv_len = seen
+        request = self.request_of(self.index, kv_len)
         positions = request.tiles + self.p.overhead
         segment = Segment(self.index, self.first_unit, self.p.overhead, first_page, request)
         return Share(Int32(0), positions, positions), segment
@@ -398,34 +432,104 @@ class WholeSegments(OneSegment):
         return segment._replace(start=self.next_start(segment, share))
 
 
-BEYOND = 1 << 30  # position of no tile
-
-
 @dataclass(frozen=True)
-class ClusterSegments(OneSegment):
-    """Partition for few segments: all CTAs of one share its tiles equally, and each cluster of them merges its partial
-    results in shared memory. A launch of several requests has one cluster for every segment. Positions are tiles;
-    clusters behind the last tile are idle."""
+class ClusterShares(EvenPartition):
+    """Partition whose shares are those of clusters of CTAs: they divide a share's tiles of a segment equally, and merge
+    their results in shared memory.
+
+    Shares are whole segments or equal parts of segments, of at least `min_share` tiles, where the largest one is then
+    at most `dealt` positions longer than equal shares. Such segments have no positions but those of tiles, and their
+    order alone tells the first one of a share.
+
+    A warp reads all lengths at once: each lane those of two requests, or of none.
+    """
 
     spec: XqaSpec
 
+    @property
+    def shares(self) -> Int32:
+        return cute.arch.grid_dim()[1] // self.spec.cluster_size
+
+    @property
+    def number(self) -> Int32:
+        return cute.arch.block_idx()[1] // self.spec.cluster_size
+
+    def prefetch_lengths(self) -> None:
+        self.prefetch_request(Int32(0))
+
+    def indices(self) -> tuple[Int32, Int32]:
+        """The requests whose lengths this lane reads."""
+        first = (cute.arch.thread_idx()[0] & 31) * 2
+        return first, first + 1
+
+    def seen(self) -> list[Int32]:
+        return [read(index) for read in (self.first_page, self.kv_len) for index in self.indices()]
+
     @cute.jit
-    def first_segment(self) -> tuple[Share, Segment]:
-        p, cta = self.p, cute.arch.block_idx()[1]
-        first_page, request = self.first_page_and_request()
-        size = ptx.maximum(p.min_share, self.per_cta(request.tiles + cute.arch.grid_dim()[1] - 1))
-        begin = cta * size
-        share = Share(begin, ptx.minimum(begin + size, request.tiles), size)
-        return share, Segment(self.index, cute.arch.block_idx()[0], Int32(0), first_page, request)
+    def found(self, seen: list[Int32]) -> tuple[Share, Segment]:
+        p = self.p
+        pages, lengths = seen[:2], seen[2:]
+        tiles = [self.request_of(i, length).tiles for i, length in zip(self.indices(), lengths, strict=True)]
+        costs = [
+            ptx.select(i < p.batch, (n + p.overhead) * p.units_per_cta_group, Int32(0))
+            for i, n in zip(self.indices(), tiles, strict=True)
+        ]
+        segments = p.batch * p.units_per_cta_group
+        count = self.per_share(segments + self.shares - 1)  # segments of a share
+        parts = ptx.maximum(ptx.divide(self.shares, ptx.maximum(segments, Int32(1))), Int32(1))  # of a segment
+        longest = ptx.warp_maximum(ptx.maximum(*tiles))
+        share = self.share_of_lengths(ptx.warp_sum(costs[0] + costs[1]), longest, count, parts)
+        passed = ptx.divide(self.number * count, parts)  # segments before the share
+        index = ptx.divide(passed, p.units_per_cta_group)
+        passed, before = passed - index * p.units_per_cta_group, index * (share.pitch * p.units_per_cta_group)
+        if share.pitch == 0:
+            index, before = self.find_among(costs, share)
+        request = self.request_of(index, self.held(lengths, index))
+        length = self.length(request, share)
+        if isa.all_of([share.pitch == 0, p.units_per_cta_group > 1]):
+            passed = ptx.divide(share.begin - before, length)
+        start = before + passed * length + self.lead(share)
+        unit = passed * self.unit_step + self.first_unit
+        return share, Segment(index, unit, start, self.held(pages, index), request)
 
-    def overlaps(self, segment: Segment, share: Share) -> Boolean:
+    def held(self, words: list[Int32], index: Int32) -> Int32:
+        """The word of a request, of those that all lanes hold."""
+        even, odd = (ptx.shuffle_from(word, index >> 1) for word in words)
+        return ptx.select((index & 1) == 0, even, odd)
+
+    def find_among(self, costs: list[Int32], share: Share) -> tuple[Int32, Int32]:
+        """The request in which a share begins, and its first position, by the costs of this lane's requests."""
+        own = costs[0] + costs[1]
+        reach = self.reach(own)
+        ended = ptx.count_ones(isa.ballot(reach <= share.begin))
+        before = ptx.shuffle_from(reach - own, ended)
+        following = before + ptx.shuffle_from(costs[0], ended)
+        behind = following <= share.begin
+        return ended * 2 + ptx.flag(behind), ptx.select(behind, following, before)
+
+    def share_of_lengths(self, total: Int32, longest: Int32, count: Int32, parts: Int32) -> Share:
+        """The share of a sequence of `total` positions whose longest segment has `longest` tiles: `count` segments, or
+        one of `parts` of a segment, where these are about even."""
+        p = self.p
+        equal = self.equal_share(total)
+        # Rounded up by a multiplication: `parts` is known before the lengths.
+        divisor = Divisor(parts, ptx.divide(Int32(-1), parts) + 1, Int32(0))
+        part = ptx.maximum(divisor.quotient(longest + parts - 1), p.min_share)
+        part = ptx.select(longest - part <= 2 * p.min_share, ptx.maximum(longest, Int32(1)), part)  # a cut takes longer
+        cost = count * (ptx.minimum(part, longest) + p.overhead)
+        even = cost <= equal.size + p.dealt
+        size, pitch = ptx.select(even, count * part, equal.size), ptx.select(even, parts * part, Int32(0))
+        total = ptx.select(even, p.batch * p.units_per_cta_group * pitch, total)
+        return self.share_of(self.number, total, size, pitch)
+
+    def lead(self, share: Share) -> Int32:
+        return ptx.select(share.pitch > 0, Int32(0), self.p.overhead)
+
+    def place_of_empty(self, segment: Segment, share: Share) -> Int32:
+        return segment.start - ptx.flag(share.pitch == 0)
+
+    def part(self, split: KvSplit) -> KvSplit:
         size = self.spec.cluster_size
-        cluster = cute.arch.block_idx()[1] // size
-        return segment.start + cluster * (share.size * size) < ptx.maximum(segment.request.tiles, Int32(1))
-
-    def split(self, segment: Segment, share: Share) -> KvSplit:
-        return KvSplit(share.begin, share.end, Boolean(False), Boolean(True))
-
-    def next_segment(self, segment: Segment, share: Share | None = None) -> Segment:
-        """No segment."""
-        return segment._replace(start=Int32(BEYOND))
+        tiles = (split.tiles + (size - 1)) // size
+        begin = split.begin + cluster.rank() * tiles
+        return split._replace(begin=begin, end=ptx.minimum(begin + tiles, split.end))

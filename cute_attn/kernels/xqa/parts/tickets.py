@@ -14,9 +14,11 @@ from cutlass import Boolean, Int32, Int64
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.scalars import shared_memory
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.partition import BEYOND, Costs, EvenPartition, KvSplit, Segment, Share
+from cute_attn.kernels.xqa.parts.partition import Costs, EvenPartition, KvSplit, Segment, Share
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
+
+BEYOND = 1 << 30  # position of no tile
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class TicketPartition(EvenPartition):
         ctas, cta = cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
         share = super().share(costs)
         longest = ptx.divide(ptx.warp_maximum(costs.longest), self.p.units_per_cta_group)
-        equal = self.per_cta(ptx.shuffle_from(costs.reach, Int32(31)) + ctas - 1)
+        equal = self.per_share(ptx.shuffle_from(costs.reach, Int32(31)) + ctas - 1)
         dealt = isa.all_of([self.segments > ctas, longest <= self.most(equal)])
         total = self.segments * longest
         return Share(

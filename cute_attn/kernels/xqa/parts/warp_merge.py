@@ -9,13 +9,14 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_attn.kernels.blocks import cluster, ptx, tma
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, warp_index
+from cute_attn.kernels.blocks.smem_map import BARRIER_BYTES
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.formats import Format
 from cute_attn.kernels.xqa.parts.merge import VECTOR_WIDTH, Merge, SoftmaxState, merge_states
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.softmax import reduce_column
-from cute_attn.kernels.xqa.smem import XqaMemory
+from cute_attn.kernels.xqa.smem import INBOX_BARRIERS, XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 
 
@@ -26,6 +27,7 @@ class WarpMerge(Merge):
     spec: XqaSpec
     memory: XqaMemory
     format: Format
+    turn: Int32  # segments before this one that the CTA had
 
     @staticmethod
     def open(memory: XqaMemory) -> None:
@@ -137,7 +139,7 @@ class HeadMerge(WholeMerge):
         maximum, total = self.row_state(row)
         factor, lse = self.finish.row(maximum, total, rows.head(row))
         if isa.all_of([rows.exists(row), self.team.thread() < self.spec.rows, p.lse != Int64(0)]):
-            ptx.st_global_f32(rows.lse_address(p.lse, row, p.num_kv_heads * p.group), 0, lse)
+            ptx.st_global_f32(rows.lse_address(p.lse, row, p.num_kv_heads * p.group.value), 0, lse)
         return factor
 
     def row_state(self, row: Int32) -> list[Float32]:
@@ -194,94 +196,124 @@ class EvenMerge(HeadMerge):
             ptx.st_global_v4_f32(outputs + Int64(dim * 4), 4 * first, values[first : first + 4])
 
 
-# --- segments of clusters ---------------------------------------------------------------------------------------------
+# --- shares of clusters -----------------------------------------------------------------------------------------------
 
-# The CTAs of a cluster send each other their partial results, so that each merges a slice of the rows:
+# The CTAs of a cluster send each other their results of a segment, so that each merges a slice of the rows:
 #
 #     warps -> state of the CTA | slice of every CTA to the CTA that has the slice | wait for its bytes | merge, store
 #
 # What is sent counts its bytes at a barrier of the CTA that receives it. A barrier of the whole cluster would need a
-# fence of the whole GPU before it: 0.6 to 1.1 us on an H100.
+# fence of the whole GPU before it: 0.6 to 1.1 us on an H100. A CTA that has read its inbox tells the others so in the
+# same way, once it has another segment: a word to each, by which they wait before they send again. Two barriers for
+# these words take turns, as a CTA may be told of the next segment by one CTA before it is told of this one by another.
 #
-# Where several clusters share a segment, the CTAs that have the same slice leave it in global memory, and the one that
-# arrives last merges those: `count` reads of a few vectors each, in all CTAs of the last clusters at once.
+# Where several clusters share a segment, each CTA leaves its slice in global memory, and of those that have the same
+# slice the one that arrives last merges them.
 
 
 SENT_BYTES = 16 + 8  # of a vector and its statistics
-
-
-@cute.jit
-def open_inbox(barrier: Int32) -> None:
-    """Prepare the barrier of this CTA's inbox and tell the other CTAs of the cluster."""
-    if cute.arch.thread_idx()[0] == 0:
-        tma.barrier_init(barrier, 1)
-        tma.fence_barrier_init()
-    cluster.arrive_relaxed()
+SLICES = 4  # of as many clusters, that a thread loads at once
 
 
 @dataclass(frozen=True)
 class ClusterMerge(WarpMerge):
-    """Merge of a segment that clusters of CTAs share (`partition.ClusterSegments`)."""
+    """Merge of a segment of a cluster's share (`partition.ClusterShares`)."""
 
     @staticmethod
     def open(memory: XqaMemory) -> None:
-        open_inbox(shared_memory() + memory.inbox_barrier)
-
-    def enter(self) -> None:
-        """Wait for the other CTAs: nothing may be sent to one that has not opened its inbox."""
-        cluster.wait()
+        open_inbox(shared_memory() + memory.inbox_barriers)
 
     @cute.jit
-    def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
-        """Write this CTA's slice of the outputs, by all threads. A barrier after `publish` must come before."""
-        tiles = share.size * self.spec.cluster_size
-        count = ptx.maximum(ptx.divide(segment.request.tiles + tiles - 1, tiles), Int32(1))
-        count = ptx.opaque(count)  # computed here, not after the barriers
-        if cute.arch.thread_idx()[0] == 0:
-            tma.barrier_expect(self.inbox_barrier, self.slice_vectors(rows) * (self.spec.cluster_size * SENT_BYTES))
-        for item in cutlass.range(cute.arch.thread_idx()[0], self.num_vectors(rows), self.threads, unroll=1):
+    def enter(self, split: KvSplit) -> None:
+        """Wait for the other CTAs: nothing may be sent to one that has not opened its inbox. Before all but the first
+        segment tell them that the inbox is free again."""
+        if self.turn == 0:
+            cluster.wait()
+        else:
+            cta = cute.arch.thread_idx()[0]
+            if isa.all_of([split.active, cta < self.spec.cluster_size]):
+                turn = self.turn - 1
+                other = cluster.in_cta(self.base, cta)
+                word = (turn & 1) * self.spec.cluster_size + cluster.rank()
+                cluster.store_async(other + self.memory.freed + word * 4, [turn], other + self.freed_barrier(turn))
+
+    @cute.jit
+    def collect(self, rows: PackedRows) -> None:
+        """Send the vectors of this CTA's state to the CTAs that have them in their slices, and wait for those of all
+        CTAs in this one's slice."""
+        size, thread, turn = self.spec.cluster_size, cute.arch.thread_idx()[0], self.turn - 1
+        inbox, freed = self.base + self.memory.inbox_barriers, self.base + self.freed_barrier(turn)
+        if thread == 0:
+            tma.barrier_expect(inbox, self.slice_vectors(rows) * (size * SENT_BYTES))
+        if turn >= 0:
+            if thread == 0:
+                tma.barrier_expect(freed, size * 4)
+            cluster.barrier_wait(freed, turn >> 1 & 1)
+        for item in cutlass.range(thread, self.num_vectors(rows), self.column_threads, unroll=1):
             row, dim = self.row_and_dim(item)
             if self.has_columns(dim):
                 self.send(item, self.merge_warps(row, dim))
-        cluster.barrier_wait(self.inbox_barrier, Int32(0))
-        for index in cutlass.range(cute.arch.thread_idx()[0], self.memory.inbox_vectors, self.threads, unroll=1):
-            row, dim, wanted = self.slice(rows, index)
-            if wanted:
-                result = merge_states([self.received(index, cta) for cta in range(self.spec.cluster_size)])
-                if count == 1:
-                    self.store(rows, row, dim, result)
-                else:
-                    self.store_slice(index, row, dim, result)
-        if count > 1:
-            self.merge_clusters(rows, count)
+        cluster.barrier_wait(inbox, self.turn & 1)
+
+    def freed_barrier(self, turn: Int32) -> Int32:
+        """Offset of the barrier by which CTAs tell that they have read what they received for segment `turn`."""
+        return self.memory.inbox_barriers + BARRIER_BYTES * (1 + (turn & 1))
+
+    @cute.jit
+    def merge_splits(self, rows: PackedRows, first: Int32, count: Int32) -> None:
+        """Count this CTA as done with its slice, one of `count`. The last merges all, of which it loads several at
+        once: they are too few for groups."""
+        counter = self.counter_address(first)
+        if self.arrive(counter) == count - 1:
+            self.reset(counter)
+            begin, end = self.vectors(rows)
+            for item in cutlass.range(begin + cute.arch.thread_idx()[0], end, self.column_threads, unroll=1):
+                row, dim = self.row_and_dim(item)
+                if self.has_columns(dim):
+                    state = SoftmaxState.empty(VECTOR_WIDTH)
+                    for start in cutlass.range(0, count, SLICES, unroll=1):
+                        numbers = [start + i for i in range(SLICES)]
+                        slices = [(self.partial_of(first + n, n), n < count) for n in numbers]
+                        loaded = [self.load_partial(partial, rows, row, dim, exists) for partial, exists in slices]
+                        state = merge_states([state, *loaded])
+                    self.store(rows, row, dim, state)
+
+    # --- places -----------------------------------------------------------------------------------------------------
 
     @property
-    def inbox_barrier(self) -> Int32:
-        return self.base + self.memory.inbox_barrier
+    def share_number(self) -> Int32:
+        return cute.arch.block_idx()[1] // self.spec.cluster_size
+
+    def cta_index(self, share: Int32) -> Int32:
+        """Linear index of the CTA that has the slice of this one in the cluster that has share number `share`."""
+        return super().cta_index(share * self.spec.cluster_size + cluster.rank())
 
     @property
-    def threads(self) -> int:
-        return 32 * self.spec.warps
+    def first_vector(self) -> Int32:
+        """The first vector of this CTA's slice."""
+        return cluster.rank() * self.memory.inbox_vectors
 
-    def slice(self, rows: PackedRows, index: Int32) -> tuple[Int32, Int32, Boolean]:
-        """Row and dimension of a vector of this CTA's slice, and whether it exists."""
-        item = cluster.rank() * self.memory.inbox_vectors + index
-        row, dim = self.row_and_dim(item)
-        return row, dim, self.with_columns(item < self.num_vectors(rows), dim)
+    def vectors(self, rows: PackedRows) -> tuple[Int32 | int, Int32]:
+        return self.first_vector, ptx.minimum(self.first_vector + self.memory.inbox_vectors, self.num_vectors(rows))
+
+    def is_first(self, row: Int32, dim: Int32) -> Boolean:
+        return cutlass.or_(dim == 0, self.item(row, dim) == self.first_vector)
+
+    def item(self, row: Int32, dim: Int32) -> Int32:
+        """Number of a vector of the CTA's state."""
+        return row * self.vectors_per_row + dim // VECTOR_WIDTH
 
     def slice_vectors(self, rows: PackedRows) -> Int32:
         """Number of vectors of this CTA's slice that exist."""
-        start, total = cluster.rank() * self.memory.inbox_vectors, self.num_vectors(rows)
-        return self.vectors_below(ptx.minimum(start + self.memory.inbox_vectors, total)) - self.vectors_below(
-            ptx.minimum(start, total)
-        )
+        first, end = self.vectors(rows)
+        return self.vectors_below(end) - self.vectors_below(ptx.minimum(first, end))
 
     def vectors_below(self, item: Int32) -> Int32:
         """Number of vectors before this one that are no padding."""
         in_row, held = item % self.vectors_per_row, self.spec.warp_dim // VECTOR_WIDTH
         return item // self.vectors_per_row * held + ptx.minimum(in_row, Int32(held))
 
-    # --- CTAs of a cluster ------------------------------------------------------------------------------------------
+    # --- vectors that are sent --------------------------------------------------------------------------------------
 
     def send(self, item: Int32, state: SoftmaxState) -> None:
         """Send a vector to the CTA that has it in its slice."""
@@ -289,11 +321,15 @@ class ClusterMerge(WarpMerge):
         to = item // vectors
         place = cluster.rank() * vectors + (item - to * vectors)
         inbox = cluster.in_cta(self.base, to)
-        barrier = inbox + self.memory.inbox_barrier
+        barrier = inbox + self.memory.inbox_barriers
         values = [ptx.bits(x) for x in state.values]
         cluster.store_async(inbox + self.memory.inbox + place * 16, values, barrier)
         stats = [ptx.bits(state.maximum), ptx.bits(state.total)]
         cluster.store_async(inbox + self.memory.inbox_stats + place * 8, stats, barrier)
+
+    def merged(self, row: Int32, dim: Int32) -> SoftmaxState:
+        index = self.item(row, dim) - self.first_vector
+        return merge_states([self.received(index, cta) for cta in range(self.spec.cluster_size)])
 
     def received(self, index: Int32, cta: int) -> SoftmaxState:
         """Vector `index` of this CTA's slice, from a CTA of the cluster."""
@@ -302,27 +338,12 @@ class ClusterMerge(WarpMerge):
         values = ptx.ld_shared_v4_f32(self.base + index * 16, self.memory.inbox + place * 16)
         return SoftmaxState(maximum, total, values)
 
-    # --- clusters of a segment --------------------------------------------------------------------------------------
 
-    @cute.jit
-    def store_slice(self, index: Int32, row: Int32, dim: Int32, result: SoftmaxState) -> None:
-        """Leave a vector in this CTA's partial, and once per row its statistics."""
-        stats, outputs = self.partial_address(self.cta_index(cute.arch.block_idx()[1]), row)
-        if cutlass.or_(dim == 0, index == 0):
-            ptx.st_global_v2_f32(stats, 0, [result.maximum, result.total])
-        ptx.st_global_v4_f32(outputs + Int64(dim * 4), 0, result.values)
-
-    @cute.jit
-    def merge_clusters(self, rows: PackedRows, count: Int32) -> None:
-        """Count this CTA as done with its slice, one of `count`. The last merges all and resets the counter."""
-        counter = self.counter_address(cluster.rank())
-        if self.arrive(counter) == count - 1:
-            self.reset(counter)
-            for index in cutlass.range(cute.arch.thread_idx()[0], self.memory.inbox_vectors, self.threads, unroll=1):
-                row, dim, wanted = self.slice(rows, index)
-                if wanted:
-                    state = SoftmaxState.empty(VECTOR_WIDTH)
-                    for number in cutlass.range(0, count, unroll=4):
-                        cta = self.cta_index(number * self.spec.cluster_size + cluster.rank())
-                        state = merge_states([state, self.load_partial(cta, rows, row, dim)])
-                    self.store(rows, row, dim, state)
+@cute.jit
+def open_inbox(barriers: Int32) -> None:
+    """Prepare the barriers of this CTA's inbox and tell the other CTAs of the cluster."""
+    if cute.arch.thread_idx()[0] == 0:
+        for i in range(INBOX_BARRIERS):
+            tma.barrier_init(barriers + BARRIER_BYTES * i, 1)
+        tma.fence_barrier_init()
+    cluster.arrive_relaxed()

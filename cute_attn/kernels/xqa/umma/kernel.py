@@ -18,11 +18,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
-from cute_attn.kernels.blocks.pipeline import WarpRole, empty_arrivals, full_arrivals
+from cute_attn.kernels.blocks.pipeline import Rings, WarpRole
 from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.xqa.kernel import XqaParams
 from cute_attn.kernels.xqa.umma.mma_warp import MmaWarp
-from cute_attn.kernels.xqa.umma.operands import UmmaShared
 from cute_attn.kernels.xqa.umma.producer_warps import WARPS as PRODUCER_WARPS
 from cute_attn.kernels.xqa.umma.producer_warps import ProducerWarps, QkvProducerWarps
 from cute_attn.kernels.xqa.umma.query_warp import QueryWarp
@@ -62,13 +61,13 @@ class XqaUmmaProgram(GridProgram):
     @cute.kernel
     def kernel(self, params: XqaParams) -> None:
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint().to(Int32)
-        shared = UmmaShared(self.memory, base)
+        shared = Rings.at(self.memory.map, base, {})
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread >> 5)
         self.prepare(shared, thread, warp)
         ptx.grid_dependency_wait()
         ptx.grid_dependency_launch()
-        tmem = ptx.ld_shared_b32(shared.scratch("tmem"))
+        tmem = ptx.ld_shared_b32(shared.scratch["tmem"])
         self.run_warps(params, shared, tmem, thread)
         sm100.fence_before_sync()
         ptx.sync_threads()
@@ -101,11 +100,10 @@ class XqaUmmaProgram(GridProgram):
     def prepare(self, shared: cutlass.Constexpr, thread: Int32, warp: Int32) -> None:
         """Initialises barriers, and allocates tensor memory."""
         if thread == 0:
-            for name, ring in shared.rings.items():
-                ring.initialise(full_arrivals(self.roles, name), empty_arrivals(self.roles, name))
+            shared.initialise(self.roles)
             tma.fence_barrier_init()
         if warp == MMA_WARP:
-            sm100.allocate(shared.scratch("tmem"), self.memory.tmem_columns)
+            sm100.allocate(shared.scratch["tmem"], self.memory.tmem_columns)
         sm100.fence_before_sync()
         ptx.sync_threads()
         sm100.fence_after_sync()
@@ -116,7 +114,7 @@ class XqaUmmaProgram(GridProgram):
     def clear_outputs(self, shared: cutlass.Constexpr, warp: Int32) -> None:
         """Writes lanes of O^T that no product writes, but that are loaded with the others by the same warps."""
         if warp < SOFTMAX_WARPS:
-            at = ptx.ld_shared_b32(shared.scratch("tmem")) + warp * sm100.WARP_LANES
+            at = ptx.ld_shared_b32(shared.scratch["tmem"]) + warp * sm100.WARP_LANES
             zeros = [Float32(0.0) for _ in range(self.spec.rows)]
             for term in cutlass.range_constexpr(self.spec.p_terms):
                 sm100.store_columns(at, self.memory.output_column + term * self.spec.rows, zeros)

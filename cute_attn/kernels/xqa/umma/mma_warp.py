@@ -17,10 +17,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from cute_attn.kernels.blocks import sm100, tma
-from cute_attn.kernels.blocks.pipeline import PipelineState, WarpRole, start
+from cute_attn.kernels.blocks.pipeline import PipelineState, Rings, WarpRole, start
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.parts.partition import Partition
-from cute_attn.kernels.xqa.umma.operands import UmmaShared
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 
@@ -39,7 +38,7 @@ class MmaState(NamedTuple):
 
 @dataclass(frozen=True)
 class MmaContext:
-    shared: UmmaShared
+    shared: Rings
     tmem: Int32
     elected: Int32
 
@@ -71,7 +70,7 @@ class MmaWarp:
     @cute.jit
     def run_split(self, context: cutlass.Constexpr, state: MmaState, count: Int32) -> MmaState:
         """Starts all products of a split; each has its own Q and its own O."""
-        q, o = context.shared.ring("q"), context.shared.ring("o")
+        q, o = context.shared.by_name["q"], context.shared.by_name["o"]
         q.wait_full(state.q)
         state = self.scores(context, state)
         for i in cutlass.range(1, count, unroll=1):
@@ -85,7 +84,7 @@ class MmaWarp:
     def scores(self, context: MmaContext, state: MmaState) -> MmaState:
         """Starts S^T of the next tile of K."""
         spec, columns, line = self.spec, self.memory.score_columns, self.spec.line
-        kv, q, s = (context.shared.ring(name) for name in ("kv", "q", "s"))
+        kv, q, s = (context.shared.by_name[name] for name in ("kv", "q", "s"))
         descriptor = sm100.instruction_descriptor(spec.cols, columns, spec.kv_operand, spec.q_operand)
         target = context.tmem + s.slot(state.s) * columns
         piece_bytes, ring_state = spec.piece_dim * spec.item_bytes, state.kv
@@ -106,7 +105,7 @@ class MmaWarp:
     def output(self, context: MmaContext, state: MmaState, accumulate: Boolean) -> MmaState:
         """Starts O^T (+)= V^T P of the tile of V that follows."""
         spec, columns = self.spec, self.memory.output_columns
-        kv, p = context.shared.ring("kv"), context.shared.ring("p")
+        kv, p = context.shared.by_name["kv"], context.shared.by_name["p"]
         p.wait_full(state.p)
         # Behind what softmax has read of tensor memory, which this product and the next scores replace.
         sm100.fence_after_sync()

@@ -1,43 +1,22 @@
-"""Shared memory by name, and operands of the products: lines in it, and P and Q as sums of operands of 8 bits.
+"""Operands of the products: lines in shared memory, and P and Q as sums of operands of 8 bits.
 
 K and V of 8 bits are operands as they are stored, which asks for 8 bits on the other side, too: a number is the sum of
 *terms* of few significant bits, which are columns of a product of their own, so that K and V are read once. A term is
 what the terms before it leave.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.pipeline import Ring, rings_at
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.softmax import SLACK
 from cute_attn.kernels.formats import LINE
-from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import E4M3, E5M2, XqaUmmaSpec
 
 UPPER_BYTES = -0x00FF0100  # of the halves of a word: 0xFF00FF00
 UPPER_OF_TWO = 0x7531  # selects the upper bytes of the halves of two words
-
-
-@dataclass(frozen=True)
-class UmmaShared:
-    """Shared memory of the CTA."""
-
-    memory: UmmaMemory
-    base: Int32
-
-    @property
-    def rings(self) -> Mapping[str, Ring]:
-        return rings_at(self.memory.map, self.base, {})
-
-    def ring(self, name: str) -> Ring:
-        return self.rings[name]
-
-    def scratch(self, name: str) -> Int32:
-        return self.base + Int32(self.memory.map.offset(name))
 
 
 def in_lines(row: Int32, chunk: Int32, line: int) -> Int32:

@@ -100,11 +100,11 @@ class ProducerWarps:
         while partition.overlaps(segment, share):
             split = partition.split(segment, share)
             if split.begin < split.end:
-                q = self.load_queries(p, shared.ring("q"), q, partition.rows(segment), thread)
+                q = self.load_queries(p, shared.by_name["q"], q, partition.rows(segment), thread)
                 table = isa.mad_wide(segment.first_page, Int32(4), p.table)
                 rows = TokenRows(self.spec, p, segment, table, partition.head(segment.unit), thread)
                 first = split.begin + segment.request.first_token // self.spec.cols
-                kv = self.load_split(rows, shared.ring("kv"), kv, first, split.tiles)
+                kv = self.load_split(rows, shared.by_name["kv"], kv, first, split.tiles)
             segment = partition.next_segment(segment)
 
     @cute.jit

@@ -50,7 +50,7 @@ class QueryWarp:
         """Converts Q of all segments of the CTA."""
         partition = Partition(p, self.spec)
         share, segment = partition.first_segment()
-        ring, q, scale = shared.ring("q"), start(), log2_scale(p)
+        ring, q, scale = shared.by_name["q"], start(), log2_scale(p)
         lane = cute.arch.thread_idx()[0] & 31
         while partition.overlaps(segment, share):
             if partition.split(segment, share).tiles > 0:
@@ -111,6 +111,6 @@ class QueryWarp:
         """Hands Q on, with the factor from products to base-2 exponents."""
         tma.fence_async()
         if lane == 0:
-            ptx.st_shared_f32(shared.scratch("q_scales") + ring.slot(q) * 4, 0, scale)
+            ptx.st_shared_f32(shared.scratch["q_scales"] + ring.slot(q) * 4, 0, scale)
         ptx.sync_warp()
         ring.fill(q, lane)

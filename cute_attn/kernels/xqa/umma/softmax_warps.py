@@ -14,7 +14,7 @@ from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
-from cute_attn.kernels.blocks.pipeline import PipelineState, WarpRole, start
+from cute_attn.kernels.blocks.pipeline import PipelineState, Rings, WarpRole, start
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.softmax import add, tree
 from cute_attn.kernels.formats import LINE
@@ -23,7 +23,7 @@ from cute_attn.kernels.xqa.parts.merge import StateMerge
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition
 from cute_attn.kernels.xqa.parts.softmax import log2_scale
 from cute_attn.kernels.xqa.parts.team import LoneWarp
-from cute_attn.kernels.xqa.umma.operands import UmmaShared, probabilities
+from cute_attn.kernels.xqa.umma.operands import probabilities
 from cute_attn.kernels.xqa.umma.smem import SOFTMAX_WARPS, UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 
@@ -61,7 +61,7 @@ class SoftmaxState(NamedTuple):
 class SoftmaxContext:
     """What the tiles of a segment have in common. `tmem`: address of the warp's lanes."""
 
-    shared: UmmaShared
+    shared: Rings
     tmem: Int32
     scale: Float32
     mask: TokenMask
@@ -110,7 +110,7 @@ class SoftmaxWarps:
                 state = self.next_segment(shared, state, split)
             segment = partition.next_segment(segment)
 
-    def merge(self, p: Any, shared: UmmaShared) -> StateMerge:
+    def merge(self, p: Any, shared: Rings) -> StateMerge:
         finish = FinalEpilogue.of(p)
         return StateMerge(self.spec, p, self.memory, LoneWarp(), shared.base, finish, SYNC_BARRIER, THREADS)
 
@@ -119,8 +119,8 @@ class SoftmaxWarps:
         shifts = [Float32(0.0) for _ in range(self.spec.rows if self.spec.rows <= HELD_ROWS else 0)]
         return SoftmaxState(start(), start(), totals, shifts, Boolean(True), Boolean(True))
 
-    def next_segment(self, shared: UmmaShared, state: SoftmaxState, split: KvSplit) -> SoftmaxState:
-        following = shared.ring("q").next(state.q)
+    def next_segment(self, shared: Rings, state: SoftmaxState, split: KvSplit) -> SoftmaxState:
+        following = shared.by_name["q"].next(state.q)
         index_phase = ptx.select(split.tiles > 0, following.index_phase, state.q.index_phase)
         return self.start()._replace(s=state.s, q=PipelineState(index_phase))
 
@@ -129,9 +129,9 @@ class SoftmaxWarps:
         """Returns the factor from products to base-2 exponents of a segment."""
         if cutlass.const_expr(self.spec.q_terms > 1):  # noqa: SIM102  (one when tracing, one at run time)
             if split.begin < split.end:
-                ring = shared.ring("q")
+                ring = shared.by_name["q"]
                 ring.wait_full(state.q)
-                scale = ptx.ld_shared_f32(shared.scratch("q_scales") + ring.slot(state.q) * 4)
+                scale = ptx.ld_shared_f32(shared.scratch["q_scales"] + ring.slot(state.q) * 4)
                 ptx.sync_warp()
                 ring.release(state.q, ptx.thread_index() & 31)
         return scale
@@ -140,7 +140,7 @@ class SoftmaxWarps:
     def clear_shifts(self, shared: cutlass.Constexpr) -> None:
         thread = ptx.thread_index()
         if thread < self.spec.rows:
-            ptx.st_shared_f32(shared.scratch("shifts") + thread * 4, 0, Float32(0.0))
+            ptx.st_shared_f32(shared.scratch["shifts"] + thread * 4, 0, Float32(0.0))
 
     # --- a tile -----------------------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class SoftmaxWarps:
     ) -> SoftmaxState:
         """Computes P of the tile from `first_token`; `has_output`: O^T has the tiles before."""
         shared = context.shared
-        s, p = shared.ring("s"), shared.ring("p")
+        s, p = shared.by_name["s"], shared.by_name["p"]
         s.wait_full(state.s)
         sm100.fence_after_sync()
         x = [Float32(0.0) for _ in range(self.spec.rows)]
@@ -191,7 +191,7 @@ class SoftmaxWarps:
     def scores(self, context: SoftmaxContext, s: PipelineState) -> list[Float32]:
         """Loads this token's scores; the terms of Q have columns of their own."""
         rows, size, terms = self.spec.rows, self.chunk_columns, range(self.spec.q_terms)
-        at = context.tmem + context.shared.ring("s").slot(s) * self.memory.score_columns
+        at = context.tmem + context.shared.by_name["s"].slot(s) * self.memory.score_columns
         x: list[Float32] = []
         for first in self.chunks:
             loaded = sm100.wait_loads([y for term in terms for y in sm100.load_columns(at, term * rows + first, size)])
@@ -201,11 +201,11 @@ class SoftmaxWarps:
             x += chunk
         return x
 
-    def shifts(self, shared: UmmaShared, state: SoftmaxState, first: int) -> list[Float32]:
+    def shifts(self, shared: Rings, state: SoftmaxState, first: int) -> list[Float32]:
         """Returns the negated anchors of four columns."""
         if state.shifts:
             return state.shifts[first : first + 4]
-        return ptx.ld_shared_v4_f32(shared.scratch("shifts"), first * 4)
+        return ptx.ld_shared_v4_f32(shared.scratch["shifts"], first * 4)
 
     def add(self, totals: list[Float32], p: list[Float32]) -> list[Float32]:
         sums = []
@@ -239,26 +239,26 @@ class SoftmaxWarps:
             moves = cutlass.or_(high > Float32(self.probabilities.limit), first)
             delta = ptx.select(moves, Float32(self.probabilities.offset) - high, Float32(0.0))
             at = thread * 4
-            shift = ptx.ld_shared_f32(shared.scratch("shifts") + at)
-            ptx.st_shared_f32(shared.scratch("shifts") + at, 0, shift + delta)
+            shift = ptx.ld_shared_f32(shared.scratch["shifts"] + at)
+            ptx.st_shared_f32(shared.scratch["shifts"] + at, 0, shift + delta)
             # Before the first token there is nothing to rescale, but the factor might be infinite.
             factor = ptx.select(unset, Float32(1.0), ptx.exp2(delta))
-            ptx.st_shared_f32(shared.scratch("factors") + at, 0, factor)
+            ptx.st_shared_f32(shared.scratch["factors"] + at, 0, factor)
             unset = cutlass.and_(unset, first == Boolean(False))
         search = tma.any_of_warpgroup(Int32(VOTE_BARRIER), unset)  # the factors are visible, too
         totals = []
         for first_column in cutlass.range_constexpr(0, self.spec.rows, 4):
-            factors = ptx.ld_shared_v4_f32(shared.scratch("factors"), first_column * 4)
+            factors = ptx.ld_shared_v4_f32(shared.scratch["factors"], first_column * 4)
             for i in cutlass.range_constexpr(4):
                 totals += [state.totals[first_column + i] * factors[i]]
         if has_output:
-            shared.ring("p").wait_empty(state.p)  # of one slot: the product of the tile before is complete
+            shared.by_name["p"].wait_empty(state.p)  # of one slot: the product of the tile before is complete
             sm100.fence_after_sync()
             self.rescale(context)
         shifts = []
         if cutlass.const_expr(len(state.shifts) > 0):
             for first_column in cutlass.range_constexpr(0, self.spec.rows, 4):
-                shifts += ptx.ld_shared_v4_f32(shared.scratch("shifts"), first_column * 4)
+                shifts += ptx.ld_shared_v4_f32(shared.scratch["shifts"], first_column * 4)
         return state._replace(totals=totals, shifts=shifts, unset=unset, search=search)
 
     def rescale(self, context: SoftmaxContext) -> None:
@@ -268,23 +268,23 @@ class SoftmaxWarps:
             values, scaled = sm100.wait_loads(sm100.load_columns(at, 0, OUTPUT_COLUMNS)), []
             for i in range(0, OUTPUT_COLUMNS, 4):
                 offset = (first % self.spec.rows + i) * 4
-                factors = ptx.ld_shared_v4_f32(context.shared.scratch("factors"), offset)
+                factors = ptx.ld_shared_v4_f32(context.shared.scratch["factors"], offset)
                 scaled += [x * factor for x, factor in zip(values[i : i + 4], factors, strict=True)]
             sm100.store_columns(at, 0, scaled)
         sm100.wait_stores()
 
-    def share_columns(self, shared: UmmaShared, op: Any, x: list[Float32]) -> None:
+    def share_columns(self, shared: Rings, op: Any, x: list[Float32]) -> None:
         """Reduces all columns over the tokens of each warp, to shared memory."""
         thread, size = ptx.thread_index(), self.chunk_columns
-        columns = shared.scratch("columns") + (thread >> 5) * (self.spec.rows * 4) + thread % size * 4
+        columns = shared.scratch["columns"] + (thread >> 5) * (self.spec.rows * 4) + thread % size * 4
         for first in self.chunks:
             value = reduce_columns(op, x[first : first + size], thread & 31)
             ptx.st_shared_f32(columns + first * 4, 0, value)
         tma.named_sync(Int32(SYNC_BARRIER), THREADS)
 
-    def shared_columns(self, shared: UmmaShared, column: Int32) -> list[Float32]:
+    def shared_columns(self, shared: Rings, column: Int32) -> list[Float32]:
         """Returns what the warps have of a column."""
-        at = shared.scratch("columns") + column * 4
+        at = shared.scratch["columns"] + column * 4
         return [ptx.ld_shared_f32(at + Int32(warp * self.spec.rows * 4)) for warp in range(SOFTMAX_WARPS)]
 
     # --- the end of a segment ---------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class SoftmaxWarps:
         self, context: cutlass.Constexpr, merge: cutlass.Constexpr, state: SoftmaxState, split: KvSplit
     ) -> None:
         """Stores outputs and statistics to shared memory for the merge, and clears the anchors."""
-        shared, o = context.shared, context.shared.ring("o")
+        shared, o = context.shared, context.shared.by_name["o"]
         self.share_columns(shared, add, state.totals)
         if split.begin < split.end:
             o.wait_full(state.o)
@@ -305,9 +305,9 @@ class SoftmaxWarps:
         thread = ptx.thread_index()
         if thread < self.spec.rows:
             total = tree(add, self.shared_columns(shared, thread))
-            shift = ptx.ld_shared_f32(shared.scratch("shifts") + thread * 4)
+            shift = ptx.ld_shared_f32(shared.scratch["shifts"] + thread * 4)
             maximum = ptx.select(total == Float32(0.0), Float32(ptx.NEG_INF), Float32(0.0) - shift)
-            ptx.st_shared_v2_f32(shared.scratch("stats") + thread * 8, 0, [maximum, total])
+            ptx.st_shared_v2_f32(shared.scratch["stats"] + thread * 8, 0, [maximum, total])
         self.clear_shifts(shared)
         merge.sync()
 
@@ -317,7 +317,7 @@ class SoftmaxWarps:
         thread, spec = ptx.thread_index(), self.spec
         lane, warp = thread & 31, thread >> 5
         warp_dims = spec.piece_dim // SOFTMAX_WARPS
-        outputs = context.shared.scratch("outputs")
+        outputs = context.shared.scratch["outputs"]
         for piece in cutlass.range_constexpr(spec.pieces):
             dim = warp * warp_dims + lane + piece * spec.piece_dim
             for first in cutlass.range_constexpr(0, spec.rows, OUTPUT_COLUMNS):
@@ -340,7 +340,7 @@ class SoftmaxWarps:
 
     @cute.jit
     def publish_zeros(self, shared: cutlass.Constexpr) -> None:
-        outputs, zeros = shared.scratch("outputs"), [Float32(0.0) for _ in range(4)]
+        outputs, zeros = shared.scratch["outputs"], [Float32(0.0) for _ in range(4)]
         for i in cutlass.range(ptx.thread_index(), self.spec.rows * self.spec.head_dim // 4, THREADS, unroll=1):
             ptx.st_shared_v4_f32(outputs + i * 16, 0, zeros)
 
