@@ -16,6 +16,7 @@ from cute_attn.emulator.isa import bits, load, registry
 from tests.emulator.micro import blackwell, emulate
 from tests.emulator.micro.blackwell import Known, memory_cases
 from tests.emulator.micro.case import Case, Text, elementwise, rng, values
+from tests.emulator.test_checks import kernel, run
 
 pytestmark = pytest.mark.emulator
 
@@ -67,6 +68,13 @@ def nibble(pool: int, choice: int) -> int:
     """The byte that a nibble of prmt's selector chooses; with its high bit, the byte's sign eight times."""
     byte = pool >> 8 * (choice & 7) & 0xFF
     return (0xFF if byte & 0x80 else 0) if choice & 8 else byte
+
+
+def test_both_results_of_a_comparison_are_combined_with_what_was_there() -> None:
+    """Though the first one takes its place."""
+    lines = "setp.lt.u32 %p1, %me, 40;", "setp.lt.and.u32 %p1|%p2, %me, 16, %p1;", "selp.b32 %r2, 1, 0, %p2;"
+    found = np.frombuffer(run(kernel(*lines, "st.global.b32 [%rd8], %r2;")), np.uint32)[:64]
+    assert found.tolist() == [int(16 <= me < 40) for me in range(64)]
 
 
 # --- memory forms of Blackwell ---------------------------------------------------------------------------------------

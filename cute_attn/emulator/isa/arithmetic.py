@@ -232,7 +232,7 @@ _FLOAT_COMPARE = {
     "num": "~(np.isnan({0}) | np.isnan({1}))",
     "nan": "(np.isnan({0}) | np.isnan({1}))",
 }
-_COMBINE = {"": "", ".and": " & {}", ".or": " | {}", ".xor": " ^ {}"}
+_COMBINE = {"": "", ".and": " & d", ".or": " | d", ".xor": " ^ d"}
 
 
 @form(
@@ -244,10 +244,11 @@ def setp(e: Emitter, inst: Inst, compare: str, combine: str, ftz: str, kind: str
     """Set `p` or `p|q` to a comparison, combined with operand c by a boolean operation if there is one."""
     target, a, b, *c = inst.operands
     pattern = (_FLOAT_COMPARE if kind[1] == "f" else _COMPARE)[compare[1:]]
-    with_c = _COMBINE[combine].format(*(e.get(x, "p") for x in c))
+    for x in c:  # which p may be
+        e.line(f"d = {e.get(x, 'p')}")
     e.line(f"c = {pattern.format(*(_flushed(e, bool(ftz), e.get(x, tag(kind))) for x in (a, b)))}")
     for item, text in zip(e.items(target), ("c", "~c"), strict=False):
-        e.set(item, "p", text + with_c)
+        e.set(item, "p", text + _COMBINE[combine])
 
 
 @form("selp{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}", golden="predicate")
