@@ -26,6 +26,7 @@ TAKEN = (
     paged((3, 3), (33, 40), 5, kv_dtype="nvfp4", cache="one", k_scale=0.5, mask="causal", **heads(4, 2)),
     dataclasses.replace(DRAFTS, qo_lens=(5, 5, 5), kv_lens=(65, 5, 140)),
     dataclasses.replace(DRAFTS, qo_lens=(6, 6, 6), **dims(256)),
+    dataclasses.replace(DRAFTS, kv_dtype=None, **dims(256)),
     dataclasses.replace(DRAFTS, kv_dtype=None, **dims(128)),
     paged((2,), (150,), 1, kv_layout="HND", cache="strided", indices="int64", mask="causal", **heads(8, 1)),
     dataclasses.replace(DRAFTS, qo_lens=(0, 8, 3), sinks=True),  # two blocks of rows
@@ -39,7 +40,6 @@ LEFT: dict[str, BatchCase] = {
     "splits of their own": dataclasses.replace(DRAFTS, fixed_split_size=2),
     "no splits": dataclasses.replace(DRAFTS, disable_split_kv=True),
     "ragged keys": ragged((4, 4, 4), (65, 20, 140), dtype="bfloat16", mask="causal", **heads(4, 1)),
-    "16 bits at head dimension 256": dataclasses.replace(DRAFTS, kv_dtype=None, **dims(256)),
 }
 
 
