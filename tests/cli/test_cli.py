@@ -288,7 +288,7 @@ EXPLAINED: dict[str, tuple[int, list[str]]] = {  # exit code, and patterns of th
     f"{MANY} --kv-len 1024 --head-dim 256": (
         0,
         [
-            *("fa2: chosen", "xqa: able, passed over: head dimension 256, but for one request", "not combine"),
+            *("fa2: chosen", "xqa: able, passed over: head dimension 256, but for few segments", "not combine"),
             *("fa3: able, passed over: 4 query rows per kv head are fewer than 65", "no query tile is cut"),
             *("64 work items x 8, the longest of 1024 keys", "grid 512 x 1 x 1"),
         ],
