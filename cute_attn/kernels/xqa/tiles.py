@@ -123,7 +123,7 @@ FAST_MEMORY: dict[int, tuple[Rule[Rings], ...]] = {
     4: (*_SHORT, _rule(Ring(8, 3, 1, 8192), **_FEW_PAIRS), _rule(Ring(4, 3, 2, 8192, most=128))),
 }
 # Of clusters, with room for a guest; of rows of 512 bytes, which leave none. Early tiles gain 0.5 us of one request,
-# but cost up to 4 us where segments leave warps without tiles (8 x 300 keys, 16/1 heads).
+# but the prefetch into L2 that comes with them costs up to 4 us of some batches (8 x 300 keys, 16/1 heads).
 _QUICK, _WIDE = Ring(4, 3, 1, 8192, guests=1, most=32), Ring(4, 3, 1, 8192).to_smem(64).in_clusters(6)
 _ALL_EARLY = Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT)
 # Small CTAs: a segment, or a kv head for each warp, of one segment or in shares.

@@ -349,7 +349,7 @@ class EvenPartition(Partition):
         return Int32((2 if self.spec.ctas == 1 else 4) * self.spec.teams)
 
     def share(self, costs: Costs) -> Share:
-        p, ctas, cta = self.p, cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
+        p, ctas, cta = self.p, self.shares, self.number
         total = ptx.shuffle_from(costs.reach, Int32(31))
         equal = self.equal_share(total)
         most = equal.size + self.spare(equal.size)

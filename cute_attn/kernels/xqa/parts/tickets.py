@@ -28,7 +28,7 @@ class TicketPartition(EvenPartition):
     spec: XqaSpec
 
     def share(self, costs: Costs) -> Share:
-        ctas, cta = cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
+        ctas, cta = self.shares, self.number
         share = super().share(costs)
         longest = ptx.divide(ptx.warp_maximum(costs.longest), self.p.units_per_cta_group)
         equal = self.per_share(ptx.shuffle_from(costs.reach, Int32(31)) + ctas - 1)
