@@ -64,6 +64,12 @@ def test_workspaces(bad: Any, message: str, name: str) -> None:
     call(ENTRIES[name].tensors)
 
 
+@pytest.mark.parametrize("bad", [3, MEMORY.to("meta")], ids=["type", "device"])
+def test_other_workspaces(bad: Any) -> None:
+    with pytest.raises((ArgumentError, ArgumentTypeError), match="int_workspace_buffer must be"):
+        begun("paged").made.reset_workspace_buffer(MEMORY, bad)
+
+
 BUFFERS: dict[tuple[str, ...], list[Row]] = {  # those of the other wrappers: test_flashinfer_keywords
     ("ragged, CUDA graph, mask",): [
         ({"kv_indptr_buf": ints(0, 0)}, "kv_indptr_buf must have 3 elements for batch size 2, got 2"),
