@@ -352,6 +352,7 @@ def test_explain_as_data(capsys: Output) -> None:
         (["--pos-encoding-mode", "ROPE"], "pos_encoding_mode"),
         (["--kv-len", "-1"], "--kv-len"),
         (["--kv-len", "99999999999999"], "kv_len 99999999999999"),
+        (["--qo-len", "9" * 20], "qo_len must be at most 9223372036854775807"),
         (["--sms", "0"], "--sms"),
         (["--arch", "sm_70"], "sm_70"),
         (["--batch", "0"], "--batch"),

@@ -10,6 +10,7 @@ import torch
 
 from cute_attn import (
     ArgumentError,
+    ArgumentTypeError,
     BatchPrefillWithRaggedKVCacheWrapper,
     LayoutError,
     NotSupported,
@@ -181,10 +182,13 @@ def test_explain_takes_tensors_words_and_names_of_gpus() -> None:
         ({"asked": CUDA, "causal": True}, "causal must not be given with Features"),
         ({"dtype": "bf16"}, "dtype must name a dtype of torch, got 'bf16'"),
         ({"qo_len": -1}, "qo_len must be an int >= 0"),
+        ({"rows": 4}, r"\brows\b"),
+        ({"custom_mask": "no"}, "custom_mask must be True or False"),
+        ({"head_dim_vo": "x"}, r"\bhead_dim_vo\b"),
     ],
 )
 def test_explain_checks_its_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
         explain(**arguments)
 
 

@@ -115,6 +115,7 @@ CONSTRUCTORS: dict[tuple[str, ...], list[Row]] = {
         ),
     ],
     ("paged with sinks",): [({"head_dim_vo": 0}, "head_dim_vo must be at least 1")],
+    ("mixed",): [({"device": b"?"}, r"\bdevice\b")],
 }
 
 
@@ -228,6 +229,7 @@ PLANS: dict[tuple[str, ...], list[Row]] = {
         ({"kv_len_arr": ints(4, -1)}, r"kv_len_arr must be within 0\.\.16, .*; request 1 has -1"),
         ({"kv_len_arr": ints(4)}, r"kv_len_arr must have shape \[batch_size\]"),
         ({"kv_len_arr": torch.ones(2)}, "kv_len_arr must have dtype int32 or int64"),
+        ({"kv_len_arr": ints(4, 16).to("meta")}, r"\bkv_len_arr\b.*meta"),
         ({"kv_len_arr": [4, 16]}, "kv_len_arr must be a torch.Tensor", ArgumentTypeError),
         ({"qo_indptr": ints(0, 8)}, "qo_indptr and kv_indptr must both have batch_size"),
         ({"num_qo_heads": 3}, "num_qo_heads"),
@@ -244,10 +246,14 @@ PLANS: dict[tuple[str, ...], list[Row]] = {
         ({"mask": torch.ones(3, 5, 16, dtype=torch.bool)}, r"mask must .* \[blocks, R, C\] = \[3, 4, 16\]"),
         ({"mask": torch.ones(3, 4, 16)}, "mask must be a bool tensor of shape"),
         ({"packed_mask": zeros(3)}, r"^packed_mask must have \d+ bytes.*segment_packbits.*got 3"),
+        ({"k_scale": 0}, r"\bk_scale\b", NotSupported),
+        ({"use_clc": False}, r"\buse_clc\b", NotSupported),
         ({"block_mask": torch.ones(1, 2)}, "refuses block_mask=a float32 .*Instead: indptr and indices", NotSupported),
     ],
     ("variable blocks, grouped",): [
         ({"block_mask_map": torch.ones(2, 2, 3)}, "block_mask_map must have shape"),
+        ({"block_mask_map": torch.ones(2, 2, 2, device="meta")}, "block_mask_map.*meta"),
+        ({"block_row_sz": ints(3, 5).repeat(2, 1).to("meta")}, "block_row_sz.*meta"),
         (
             {"block_row_sz": ints(3, 5, 4, 5).view(2, 2)},
             "block_row_sz must have the same sum for every kv head, got 8 and 9",

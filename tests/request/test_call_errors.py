@@ -33,6 +33,8 @@ def halves(*shape: int) -> torch.Tensor:
 
 
 Q = halves(8, 4, 64)
+with torch.inference_mode():
+    INFERENCE = halves(8, 4, 64), torch.zeros(8, 4)
 SINGLE: list[Row] = [  # refused by prefill and decode alike
     ({"k": halves(32, 64), "kv_layout": "HND"}, r"k must have shape \[num_kv_heads, kv_len.*\(32, 64\)"),
     ({"v": halves(31, 2, 64)}, r"v must have k's kv_len.*\(32, 2, 64\).*\(31, 2, 64\)"),
@@ -84,6 +86,8 @@ BAD: dict[str, list[Row]] = {  # by entry: what changes, the message, and the er
         ({"causal": 0.0}, "causal must be True or False", ArgumentTypeError),
         ({"use_fp16_qk_reduction": 0}, "use_fp16_qk_reduction must be True or False", ArgumentTypeError),
         ({"o_dtype": torch.float64}, "o_dtype.*float16.*got float64"),
+        ({"out": INFERENCE[0]}, "^out is written and must not be an inference tensor"),
+        ({"lse": INFERENCE[1], "return_lse": True}, "^lse is written and must not be an inference tensor"),
         ({"out": halves(8, 4, 128)[..., ::2]}, r"out must have stride 1.*\(512, 128, 2\)"),
         ({"lse": torch.zeros(4, 8).T}, r"lse must be contiguous.*\(1, 8\)"),
         ({"backend": "fa2"}, 'fa2 refuses cpu tensors.* backend="reference"', NotSupported),

@@ -13,11 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from cute_attn import ArgumentError, append_paged_kv_cache, single_prefill_with_kv_cache
+from cute_attn import (
+    ArgumentError,
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    NotSupported,
+    append_paged_kv_cache,
+    single_prefill_with_kv_cache,
+)
 from cute_attn.request import checks, operands
 from tests.support.batch_case import BatchCase, decode, make, paged, plan_arguments, ragged, wrapper
 from tests.support.entry_points import ENTRIES, ints, randn
 
+SINGLE = {name: ENTRIES["single prefill"].tensors[name] for name in "qkv"}
 CASES = [paged((3, 1), (9, 5), page_size=4), ragged((3, 1), (9, 5)), decode((9, 5), page_size=4)]
 IDS = ["paged", "ragged", "decode"]
 
@@ -45,6 +52,29 @@ def test_arrays_of_a_plan(case: BatchCase, change: Any, message: str) -> None:
         if isinstance(value, torch.Tensor):
             with pytest.raises(ArgumentError, match=f"^{name} {message}"):
                 wrapper(case).plan(**{**arguments, name: change(value)})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda attention, q: torch.vmap(attention)(torch.stack((q, q))),
+        lambda attention, q: torch.func.grad(attention)(q),
+        lambda attention, q: attention(torch.nested.nested_tensor([q, q[:2]])),
+    ],
+    ids=["vmap", "grad", "nested"],
+)
+def test_tensors_of_transforms(call: Any) -> None:
+    with pytest.raises((ArgumentError, NotSupported), match=r"\bq\b"):
+        call(lambda q: single_prefill_with_kv_cache(**SINGLE | {"q": q}), SINGLE["q"])
+
+
+def test_names_are_those_of_the_call() -> None:
+    made = BatchDecodeWithSharedPrefixPagedKVCacheWrapper(torch.zeros(1 << 16, dtype=torch.uint8))
+    with pytest.raises(ArgumentError, match=r"^unique_kv_last_page_len must"):
+        made.begin_forward(ints(0, 1, 2), ints(0, 1), ints(16, 99), 4, 2, 64, 16)
+    error = ArgumentError("out must not run out of q_len; q_len_per_req and x.q_len are others")
+    checks.rename(error, {"out": "output", "q_len": "rows"})
+    assert str(error) == "output must not run out of rows; q_len_per_req and x.q_len are others"
 
 
 @pytest.mark.parametrize(
@@ -143,8 +173,6 @@ def _readable(v: torch.Tensor) -> None:
 
 
 # ---- what is accepted, though it looks odd
-
-SINGLE = {name: ENTRIES["single prefill"].tensors[name] for name in "qkv"}
 
 
 def test_gradients_are_no_matter_without_grad_mode() -> None:
