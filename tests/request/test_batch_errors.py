@@ -323,6 +323,11 @@ RUNS: dict[tuple[str, ...], list[Row]] = {
         ({"v": randn(10, 2, 64)}, "v must have shape"),
         ({"v": randn(KEYS + 1, 2, 64)}, "k and v must agree"),
         ({"o_scale": 0.0}, "o_scale must be > 0"),
+        ({"lse_base": "e"}, "lse_base must be one of 'log2', 'ln'", LayoutError),
+    ],
+    ("paged, lse by heads",): [
+        ({"lse_base": "e"}, "lse_base must be one of 'log2', 'ln'", LayoutError),
+        ({"lse": torch.zeros(8, 4).t()}, "lse must be contiguous"),
     ],
     ("paged, NVFP4",): [({"kv_cache_sf": (zeros(4, 2),)}, "kv_cache_sf must be a tensor or a pair", ArgumentTypeError)],
     ("paged with ranges",): [
