@@ -63,6 +63,7 @@ def single(qo_len: int, kv_len: int, **options: Any) -> BatchCase:
 
 HIDDEN = {  # keys of the last request, from some or all of its rows
     single(70, 140, mask="causal"): slice(100, 140),
+    single(70, 140, mask="causal", seed=1): slice(139, 140),
     single(70, 140, window_left=3): slice(40, 41),
     single(70, 140, mask="custom"): slice(70, 75),  # masks hide the middle third
     single(1, 700, window_left=50): slice(0, 649),
@@ -77,7 +78,7 @@ def test_hidden_keys(case: BatchCase, on: Executor) -> None:
     q, k, v = numbers_of(case)
     clean, last = solved(case, on, (q, k, v)), sum(case.kv_lens[:-1])
     keys = range(last, last + case.kv_lens[-1])[HIDDEN[case]]
-    keep = make(case).requests[-1].keep
+    keep = make(case, numbers=(q, k, v)).requests[-1].keep
     of_last = visible(case, keep, case.qo_lens[-1], case.kv_lens[-1])[:, HIDDEN[case]]
     unseen = torch.ones(case.rows, dtype=torch.bool)
     unseen[case.rows - case.qo_lens[-1] :] = ~of_last.any(1)
