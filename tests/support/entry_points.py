@@ -315,6 +315,7 @@ def by_heads(num_kv_heads: int) -> dict[str, torch.Tensor]:
 
 PAGED, RAGGED = cute_attn.BatchPrefillWithPagedKVCacheWrapper, cute_attn.BatchPrefillWithRaggedKVCacheWrapper
 STEPS, BLOCKS = cute_attn.BatchDecodeWithPagedKVCacheWrapper, cute_attn.BlockSparseAttentionWrapper
+VARIABLE_BLOCKS = cute_attn.VariableBlockSparseAttentionWrapper
 BLOCKS_OF_2 = operands(KEYS) | outputs() | WORKSPACE | {"kv_indices": ints(0, 0, 1)}
 COLUMNS = {"lse": zeros(HEADS, ROWS, dtype=F32)}
 
@@ -367,12 +368,8 @@ BATCHES = {
     "blocks, head scales": batch(
         BLOCKS_OF_2 | operands(KEYS, dtype=E4M3) | HEAD_SCALES, BLOCKS, plan_blocks, paged=False
     ),
-    "variable blocks": batch(
-        by_heads(HEADS), cute_attn.VariableBlockSparseAttentionWrapper, plan_variable, paged=False
-    ),
-    "variable blocks, grouped": batch(
-        by_heads(KV_HEADS), cute_attn.VariableBlockSparseAttentionWrapper, plan_variable, paged=False
-    ),
+    "variable blocks": batch(by_heads(HEADS), VARIABLE_BLOCKS, plan_variable, paged=False),
+    "variable blocks, grouped": batch(by_heads(KV_HEADS), VARIABLE_BLOCKS, plan_variable, paged=False),
 }
 
 # ---- batches without a plan
