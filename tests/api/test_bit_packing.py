@@ -72,6 +72,8 @@ X, INDPTR = torch.ones(8), torch.tensor([0, 8])
         (packbits, (X, None), RuntimeArgumentError, "bitorder"),
         (packbits, (X, np.array(["big", "little"])), RuntimeArgumentError, "bitorder"),
         (segment_packbits, (torch.ones(2, 4), INDPTR), ArgumentError, "x"),
+        (packbits, (X.to_sparse(),), ArgumentError, "x"),
+        (segment_packbits, (X, INDPTR.to_sparse()), ArgumentError, "indptr"),
         (segment_packbits, (X, [0, 8]), ArgumentTypeError, "indptr"),
         (segment_packbits, (X, INDPTR[None]), ArgumentError, "indptr"),
         (segment_packbits, (X, INDPTR.float()), ArgumentError, "indptr"),

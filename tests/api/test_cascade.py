@@ -138,6 +138,12 @@ def test_bad_plans_are_named_and_leave_none(changed: dict[str, Any], message: st
         cascade.run(batch.q, batch.given())
 
 
+@pytest.mark.parametrize("num_levels", [1 << 70, 0, 2.0])
+def test_bad_numbers_of_levels_are_named(num_levels: Any) -> None:
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=r"^num_levels must"):
+        wrapper(num_levels)
+
+
 def test_fixed_buffers_hold_other_lengths() -> None:
     """Buffers of the constructor are those that captured launches read: a new plan changes what is in them."""
     first, second = Shared(), Shared(levels=[([0] * 4, [9]), ([0, 0, 1, 1], [2, 8]), ([0, 1, 2, 3], [3, 2, 5, 6])])

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from cute_attn import ArgumentError, single_decode_with_kv_cache, single_prefill_with_kv_cache
-from cute_attn.dispatch import backends
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.problem import Problem
@@ -26,7 +25,6 @@ from cute_attn.request import single as single_request
 from cute_attn.request.settings import Call
 from cute_attn.wrappers import calls
 from tests.support.case import shifted
-from tests.support.error_rows import TABLE, Row
 from tests.support.launch_corpus import Launched, RecordingDriver, driver, pretended
 from tests.support.threads import in_threads
 
@@ -181,42 +179,6 @@ def test_scales_on_the_device_have_no_known_sign(monkeypatch: pytest.MonkeyPatch
 # ---- errors
 
 
-@pytest.mark.parametrize(
-    ("function", "good", "row"), TABLE, ids=[f"{f.__name__[7:14]}-{row.name}" for f, _, row in TABLE]
-)
-def test_bad_input(
-    function: Callable[..., Any], good: Callable[[], dict[str, Any]], row: Row, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Raises before anything runs; the same after calls that equal the bad one but for a type, and every time."""
-    ran: list[Any] = []
-    monkeypatch.setattr(backends, "run", lambda *args: ran.append(args))
-    arguments = {**good(), **row.arguments}
-    if "even head dimension" in row.message:
-        arguments["q"] = arguments["q"][..., :15]
-
-    def message() -> tuple[type, str]:
-        before = len(ran)
-        with pytest.raises(row.error) as error:
-            function(**arguments)
-        assert len(ran) == before
-        return type(error.value), str(error.value)
-
-    first = message()
-    assert first[0] is row.error
-    assert issubclass(row.error, ValueError)
-    assert all(part in first[1] for part in row.message)
-    function(**good())
-    for name, value in row.arguments.items():
-        for equal in (1, 1.0, True, 0, 0.0, False):
-            if name in OPTIONS and not isinstance(value, torch.Tensor) and value == equal:
-                with_equal = {**good(), name: equal}
-                try:
-                    function(**with_equal)
-                except ValueError:
-                    continue
-    assert message() == message() == first
-
-
 def test_backends_are_told_apart() -> None:
     class Named:
         def __str__(self) -> str:
@@ -257,18 +219,6 @@ def test_a_query_that_kernels_cannot_read_is_copied(q: torch.Tensor, copied: boo
     assert operands.aligned(read)
     assert torch.equal(read, q)
     assert problem(**given).q is given["q"]
-
-
-@pytest.mark.usefixtures("aligned_memory")
-@pytest.mark.parametrize("name", ["k", "v", "out"])
-def test_other_misaligned_tensors_are_refused_after_aligned_ones(name: str) -> None:
-    given = {**tensors(), "out": torch.empty(3, 4, 16, dtype=HALF)}
-    single_prefill_with_kv_cache(**given)
-    wide = torch.zeros(*given[name].shape[:2], 24, dtype=HALF)[..., 1:17]
-    for misplaced in 2 * (shifted(given[name]), wide):
-        with pytest.raises(ArgumentError, match=f"{name} must start at a multiple of 16 bytes"):
-            single_prefill_with_kv_cache(**{**given, name: misplaced})
-    single_prefill_with_kv_cache(**given)
 
 
 def test_a_flat_custom_mask_is_the_same_mask() -> None:

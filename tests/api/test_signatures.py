@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +18,7 @@ from cute_attn import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
-from tests.support.error_rows import SETTINGS, workspace, zeros
+from tests.support.entry_points import ENTRIES, Planned, zeros
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 PREFILL_ORDER = (
@@ -100,31 +98,32 @@ def test_the_older_name_of_the_fp16_hint(function: Callable[..., Any], qkv: Tens
         function(*qkv, allow_fp16_qk_reduction=1)
 
 
-def test_import_needs_no_dsl() -> None:
-    code = "import sys, cute_attn, cute_attn.kernels.fa2.host.variant; print('cutlass' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "False"
-
-
 # ---- plans of batches
 
 
-MASK = torch.ones(29, dtype=torch.bool)
+MASK = torch.ones(92, dtype=torch.bool)
 
 
-def planned(kind: str, *args: Any, **options: Any) -> tuple[Any, list[torch.Tensor]]:
+def begun(kind: str) -> tuple[Any, dict[str, Any]]:
+    """A wrapper, and its plan but for dtypes: what has no default, in the order of positions."""
+    call = ENTRIES[kind].begin(ENTRIES[kind].tensors)
+    assert isinstance(call, Planned)
+    return call.made, {name: x for name, x in call.planned.items() if name != "q_data_type"}
+
+
+def planned(kind: str, *args: Any, **options: Any) -> tuple[Any, list[Any]]:
     """A wrapper with a plan, and tensors for its runs."""
-    setting, dtype = SETTINGS[kind](), options.get("q_data_type", torch.float16)
-    made = setting.wrapper(workspace())
-    made.plan(*setting.plan.values(), *args, **options)
-    return made, [torch.randn(x.shape).to(dtype) for x in setting.run.values()]
+    (made, plan), dtype = begun(kind), options.get("q_data_type", torch.float16)
+    made.plan(*plan.values(), *args, **options)
+    q, *kv = (ENTRIES[kind].tensors[name].to(dtype) for name in "qkv")
+    return made, [q, *kv] if kind == "ragged" else [q, tuple(kv)]
 
 
 @pytest.mark.parametrize("kind", ["paged", "ragged"])
 def test_renamed_keywords(kind: str) -> None:
-    setting = SETTINGS[kind]()
-    made = setting.wrapper(workspace(), qk_indptr_buf=None)
-    where = {"head_dim" if name == "head_dim_qk" else name: value for name, value in setting.plan.items()}
+    made, plan = begun(kind)
+    where = {"head_dim" if name == "head_dim_qk" else name: value for name, value in plan.items()}
+    type(made)(zeros(1 << 16), qk_indptr_buf=None)
     made.plan(**where, allow_fp16_qk_reduction=True, causal=True)
     assert made._planned().settings == planned(kind, causal=True)[0]._planned().settings
     with pytest.raises(ArgumentTypeError, match="two names of one argument"):

@@ -10,14 +10,11 @@ import torch
 
 from cute_attn import (
     ArgumentError,
-    ArgumentTypeError,
     trtllm_batch_decode_with_kv_cache,
     xqa_batch_decode_with_kv_cache,
 )
 from cute_attn.kernels.xqa.host.variant import cta_group_count
-from cute_attn.request import operands
 from cute_attn.xqa import xqa
-from tests.support.case import shifted
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 
 CASE = XqaCase((5, 40), heads=(4, 2), head_dim=64)
@@ -132,31 +129,6 @@ def test_an_fp8_output_saturates() -> None:
     out = call(built, bmm2_scale=1e6, out=torch.empty(2, 4, 64, dtype=torch.float8_e4m3fn)).float()
     assert out.isfinite().all()
     assert out.abs().max() == 448
-
-
-@pytest.mark.parametrize("wrong", [1, 1.0, [], "True"], ids=repr)
-def test_what_equals_an_accepted_option_is_no_such_option(wrong: Any) -> None:
-    """Results are memoised by their arguments, and 1 == True."""
-    built = build(CASE)
-    call(built, enable_pdl=True)
-    with pytest.raises(ArgumentTypeError, match="enable_pdl must be True or False"):
-        call(built, enable_pdl=wrong)
-
-
-def test_rows_that_a_gpu_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checked in every call, whatever is memoised of earlier ones: query is copied, cache and out are refused."""
-    monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
-    built = build(CASE)
-    expected, (k, v) = call(built), built.arguments["kv_cache"]
-    assert torch.equal(call(built, query=shifted(built.arguments["query"])), expected)
-    for changes, name in (
-        ({"kv_cache": (shifted(k), v)}, "k of kv_cache"),
-        ({"kv_cache": (k, shifted(v))}, "v of kv_cache"),
-        ({"out": shifted(expected)}, "out"),
-    ):
-        with pytest.raises(ArgumentError, match=f"{name} must start at a multiple of 16 bytes"):
-            call(built, **changes)
-    assert torch.equal(call(built), expected)
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 78, 132, 264, 396, 528])

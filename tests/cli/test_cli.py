@@ -352,6 +352,7 @@ def test_explain_as_data(capsys: Output) -> None:
         (["--pos-encoding-mode", "ROPE"], "pos_encoding_mode"),
         (["--kv-len", "-1"], "--kv-len"),
         (["--kv-len", "99999999999999"], "kv_len 99999999999999"),
+        (["--qo-len", "9" * 20], "qo_len must be at most 9223372036854775807"),
         (["--sms", "0"], "--sms"),
         (["--arch", "sm_70"], "sm_70"),
         (["--batch", "0"], "--batch"),
@@ -453,6 +454,7 @@ ONE_CALL = "import torch, cute_attn; q = torch.ones(3, 2, 64).half(); cute_attn.
 NOT_LOADED = {  # modules, by what is run
     ONE_CALL: ("cute_attn.observe", "cute_attn.ops.register", "torch._dynamo"),  # where nobody asks for them
     "import perf.coldstart": ("torch", "numpy", "cute_attn"),  # before its clock starts
+    "import cute_attn.kernels.fa2.host.variant": ("cutlass",),
     # Engines load the plug-in of every installed package.
     "import cute_attn.integrations.vllm, cute_attn.integrations.sglang": ("torch", "cute_attn.dispatch"),
 }

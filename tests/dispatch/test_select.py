@@ -10,6 +10,7 @@ import torch
 
 from cute_attn import (
     ArgumentError,
+    ArgumentTypeError,
     BatchPrefillWithRaggedKVCacheWrapper,
     LayoutError,
     NotSupported,
@@ -37,178 +38,54 @@ NVFP4: Asked = {"kv_dtype": torch.uint8, "kv_block_scales": True}
 ROPE, ALIBI = {"pos_encoding_mode": "ROPE_LLAMA"}, {"pos_encoding_mode": "ALIBI"}
 EVERYTHING: Asked = {"custom_mask": True, "sinks": True, "soft_cap": True, "positive_scale": False}
 ODD_GROUP = {"num_qo_heads": 7, "num_kv_heads": 1}
-sources = pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
-persistent = pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_90a"), ("fa4", "sm_100a")])
 
 
-def assert_faster(asked: Asked, backend: str, arch: str, least: int = 65) -> None:
-    """That the backend takes problems of `least` query rows, and fa2 those of fewer."""
+# Refusals: docs/support.md, which `tests/docs/test_generated.py` writes again.
+
+
+@pytest.mark.parametrize(
+    ("backend", "arch", "asked", "least"),
+    [
+        ("fa3", "sm_90a", {}, 65),
+        ("fa3", "sm_90a", EVERYTHING | {"kv_source": "ragged", "o_dtype": torch.float32}, 65),
+        ("fa3", "sm_90a", ROPE | dims(64), 65),
+        ("fa3", "sm_90a", {"kv_dtype": torch.float8_e5m2, "kv_source": "paged"}, 33),
+        ("fa3", "sm_90a", NVFP4 | {"soft_cap": True}, 33),
+        ("fa4", "sm_100a", dims(192, 128), 65),
+        ("fa4", "sm_103a", ALIBI | ODD_GROUP, 65),
+        ("fa4", "sm_100a", {"kv_dtype": E4M3}, 65),
+    ],
+)
+def test_persistent_kernels_take_many_rows(backend: str, arch: str, asked: Asked, least: int) -> None:
+    """And few where they are named. fa2 takes those of other GPUs."""
     features = CUDA._replace(**asked)
     assert select.choose(features, arch=named(arch), load=Load(least)).name == backend
     assert select.choose(features, arch=named(arch), load=Load(least - 1)) is FA2
+    assert least in capabilities.ROWS_CLASSES[8 * features.kv_dtype.itemsize]
+    assert select.choose(features, backend, named(arch), load=Load(1)).name == backend
+    for other in ("sm_80", "sm_120a", "sm_90a" if backend == "fa4" else "sm_100a"):
+        assert select.choose(features, "fa2", named(other), load=Load(1000)) is FA2
+        with pytest.raises(NotSupported, match=f"{backend} refuses {other}: it runs on NVIDIA"):
+            select.choose(features, backend, named(other))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (16, 240), (192, 128), (256, 256), (512, 512)])
-@pytest.mark.parametrize("dtype", HALF)
-def test_fa2_takes_every_16_bit_problem(arch: str, head_dims: tuple[int, int], dtype: torch.dtype) -> None:
-    features = CUDA._replace(q_dtype=dtype, kv_dtype=dtype, **dims(*head_dims))
-    asked: Asked
-    for asked in (
-        {},
-        EVERYTHING,
-        ROPE | {"o_dtype": torch.float32},
-        ALIBI | ODD_GROUP,
-        {"kv_dtype": torch.float8_e5m2},
-    ):
-        assert select.choose(features._replace(**asked), arch=named(arch), load=Load(1)) is FA2
+def test_fa2_takes_what_no_other_kernel_does(arch: str) -> None:
+    for asked in (dims(512), ROPE | {"kv_dtype": E4M3}, {"kv_dtype": E4M3, "half_aligned_kv": True}):
+        assert select.choose(CUDA._replace(**asked), arch=named(arch), load=Load(1000)) is FA2
+    assert select.choose(CUDA, arch=named(arch), load=Load(1)) is FA2
 
 
-@sources
-@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (112, 112), (192, 128), (48, 16), (256, 256)])
-@pytest.mark.parametrize(
-    ("backend", "arch"), [("fa3", "sm_90a"), ("fa4", "sm_100a"), ("fa4", "sm_103a")], ids=lambda name: name
-)
-def test_persistent_kernels_take_many_rows(backend: str, arch: str, kv_source: str, head_dims: tuple[int, int]) -> None:
-    where = {"kv_source": kv_source} | dims(*head_dims)
-    for changes in ({}, EVERYTHING | {"o_dtype": torch.float32}, ALIBI | ODD_GROUP, {"multi_item": True}):
-        asked = where | changes
-        assert_faster(asked, backend, arch)
-        features = CUDA._replace(**asked)
-        assert select.choose(features, arch=named("sm_120a"), load=Load(65)) is FA2
-        assert select.choose(features, backend, named(arch), load=Load(1)).name == backend
-
-
-@sources
-@pytest.mark.parametrize("kv_dtype", FP8)
-@persistent
-def test_persistent_kernels_widen_8_bit_keys(backend: str, arch: str, kv_dtype: torch.dtype, kv_source: str) -> None:
-    least = {"fa3": 33, "fa4": 65}[backend]
-    assert_faster({"kv_dtype": kv_dtype, "kv_source": kv_source}, backend, arch, least)
-
-
-@pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_100a"), ("fa4", "sm_90a"), ("fa4", "sm_120a")])
-def test_kernels_of_one_architecture_run_nowhere_else(backend: str, arch: str) -> None:
-    with pytest.raises(NotSupported, match=f"{backend} refuses {arch}: it runs on NVIDIA"):
-        select.choose(CUDA, backend, named(arch))
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        ROPE | {"kv_dtype": E4M3},
-        ROPE | NVFP4,
-        dims(512),
-        {"expanded": True},
-        {"kv_dtype": E4M3, "head_dim_vo": 72},
-        {"kv_dtype": E4M3, "half_aligned_kv": True},
-    ],
-)
-@persistent
-def test_what_persistent_kernels_refuse_fa2_takes(backend: str, arch: str, asked: Asked) -> None:
-    assert select.choose(CUDA._replace(**asked), arch=named(arch)) is FA2
-    with pytest.raises(NotSupported, match=f"{backend} refuses"):
-        select.choose(CUDA._replace(**asked), backend, named(arch))
-
-
-@sources
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
-@pytest.mark.parametrize(("changes", "least"), [(ROPE, 65), (NVFP4 | {"soft_cap": True}, 33)])
-def test_fa3_takes_many_rows_that_its_transform_warps_prepare(
-    changes: Asked, least: int, head_dims: tuple[int, int], kv_source: str
-) -> None:
-    asked = changes | {"kv_source": kv_source} | dims(*head_dims)
-    features = CUDA._replace(**asked)
-    assert_faster(asked, "fa3", "sm_90a", least)
-    assert least in capabilities.ROWS_CLASSES[8 * features.kv_dtype.itemsize]
-    for arch in ("sm_80", "sm_100a", "sm_120a"):
-        assert select.choose(features, arch=named(arch), load=Load(65)) is FA2
-    assert select.choose(features, "fa2", HOPPER) is FA2
-    for refused in (dims(72), dims(512)):
-        with pytest.raises(NotSupported, match="fa3 refuses"):
-            select.choose(features._replace(**refused), "fa3", HOPPER)
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {},
-        {"per_head_scales": True},
-        {"kv_source": "paged"},
-        {"positive_scale": False},
-        dims(64),
-        dims(256),
-        dims(80),
-        dims(192, 128),
-        ALIBI | {"soft_cap": True},
-    ],
-)
-@pytest.mark.parametrize(
-    ("backend", "arch"),
-    [("fa3", "sm_90a"), ("fa4", "sm_100a"), ("fa4", "sm_103a"), ("fa2", "sm_120a"), ("fa2", "sm_121a")],
-)
 @pytest.mark.parametrize("rows", [1, 1000])
-def test_one_backend_takes_fp8_queries(rows: int, backend: str, arch: str, asked: Asked) -> None:
-    """However few the rows: no other backend supports fp8 q."""
-    assert select.choose(CUDA._replace(**FP8_Q | asked), arch=named(arch), load=Load(rows)).name == backend
-
-
-@pytest.mark.parametrize("o_dtype", FP8)
-@pytest.mark.parametrize("asked", [{}, FP8_Q, {"kv_dtype": E4M3}, {"kv_source": "paged", "sinks": True}])
-@pytest.mark.parametrize("rows", [1, 1000])
-def test_fp8_output_is_for_fa3(rows: int, asked: Asked, o_dtype: torch.dtype) -> None:
-    """However few the rows: no other backend writes it after a plan."""
-    features = CUDA._replace(**asked, o_dtype=o_dtype)
-    assert select.choose(features, arch=HOPPER, load=Load(rows)).name == "fa3"
-    with pytest.raises(NotSupported, match="fa2 refuses output of an fp8 dtype"):
-        select.choose(features, arch=AMPERE)
-
-
-ODD_OUTPUT = "output of an fp8 dtype with a head dimension that is no multiple of 16"
-PER_HEAD: tuple[Asked, str] = {"per_head_scales": True}, "per-head scales beside q of float16 or bfloat16"
-# (asked, feature of the refusal)
-REFUSED: dict[tuple[str, str], tuple[tuple[Asked, str], ...]] = {
-    ("fa2", "sm_80"): (
-        (FP8_Q, "q of an fp8 dtype, before compute capability 12.0"),
-        PER_HEAD,
-        (NVFP4 | dims(80), "NVFP4 k and v with a head dimension that is no multiple of 64"),
-        (NVFP4 | dims(512), "NVFP4 k and v with head dimension 512"),
-        ({"o_dtype": E4M3}, "output of an fp8 dtype"),
-        (ROPE | {"head_dim_qk": 72}, "pos_encoding_mode ROPE_LLAMA with a head dimension that is no multiple of 16"),
-        ({"head_dim_qk": 68}, "other head dimensions"),
-        (dims(264, 128), "other head dimensions"),
-        (dims(512, 256), "other head dimensions"),
-    ),
-    ("fa2", "sm_120a"): (
-        (FP8_Q | {"head_dim_vo": 72}, "q of an fp8 dtype with a head dimension that is no multiple of 16"),
-        (FP8_Q | dims(512), "q of an fp8 dtype with head dimension 512"),
-        (FP8_Q | ROPE, "pos_encoding_mode ROPE_LLAMA with q of an fp8 dtype"),
-        (FP8_Q | {"o_dtype": E4M3}, "output of an fp8 dtype"),
-    ),
-    ("fa3", "sm_90a"): (
-        PER_HEAD,
-        (FP8_Q | {"head_dim_vo": 72}, "k and v of an fp8 dtype with a head dimension that is no multiple of 16"),
-        (FP8_Q | dims(512), "head dimension 512"),
-        (FP8_Q | ROPE, "pos_encoding_mode ROPE_LLAMA with q of an fp8 dtype"),
-        (FP8_Q | {"o_dtype": E4M3, "head_dim_vo": 72}, ODD_OUTPUT),
-        (dims(72) | {"o_dtype": E4M3}, ODD_OUTPUT),
-        (dims(72) | {"o_dtype": torch.float8_e5m2}, ODD_OUTPUT),
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("backend", "arch", "asked", "feature"), [(*where, *row) for where, rows in REFUSED.items() for row in rows]
-)
-@pytest.mark.parametrize("by_name", [True, False])
-def test_refusals(by_name: bool, backend: str, arch: str, asked: Asked, feature: str) -> None:
-    """On a GPU nothing falls back to the reference by itself: it would be a thousand times slower."""
-    with pytest.raises(NotSupported) as error:
-        select.choose(CUDA._replace(**asked), backend if by_name else "auto", named(arch))
-    refusals = [refusal for refusal in error.value.refusals if refusal[0] == backend]
-    assert feature in {refusal[1] for refusal in refusals}
-    assert all(all(refusal) for refusal in refusals)
-    assert feature in str(error.value)
+def test_one_backend_takes_fp8_queries_and_outputs(rows: int) -> None:
+    """However few the rows: no other backend supports them."""
+    for backend, arch in (("fa3", "sm_90a"), ("fa4", "sm_100a"), ("fa4", "sm_103a"), ("fa2", "sm_120a")):
+        assert select.choose(CUDA._replace(**FP8_Q), arch=named(arch), load=Load(rows)).name == backend
+    for asked in ({}, FP8_Q, {"kv_dtype": E4M3}):
+        features = CUDA._replace(**asked, o_dtype=E4M3)
+        assert select.choose(features, arch=HOPPER, load=Load(rows)) is FA3
+        with pytest.raises(NotSupported, match="fa2 refuses output of an fp8 dtype"):
+            select.choose(features, arch=AMPERE, load=Load(rows))  # nothing falls back to the reference by itself
 
 
 def test_all_reasons_are_listed() -> None:
@@ -305,10 +182,13 @@ def test_explain_takes_tensors_words_and_names_of_gpus() -> None:
         ({"asked": CUDA, "causal": True}, "causal must not be given with Features"),
         ({"dtype": "bf16"}, "dtype must name a dtype of torch, got 'bf16'"),
         ({"qo_len": -1}, "qo_len must be an int >= 0"),
+        ({"rows": 4}, r"\brows\b"),
+        ({"custom_mask": "no"}, "custom_mask must be True or False"),
+        ({"head_dim_vo": "x"}, r"\bhead_dim_vo\b"),
     ],
 )
 def test_explain_checks_its_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
         explain(**arguments)
 
 

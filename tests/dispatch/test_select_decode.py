@@ -15,70 +15,39 @@ from cute_attn.problem import Settings
 from cute_attn.request.settings import FP8
 from cute_attn.runtime.arch import ARCHS, Arch, named
 from tests.dispatch.test_select import AMPERE, BF16, CUDA, E4M3, FA2, FA3, HOPPER, REFERENCE, XQA
+from tests.support.batch_case import dims
 
 DECODE = CUDA._replace(decode=True, kv_source="paged", kv_dtype=E4M3)
 
 
+MEASURED = {  # query rows of a request up to which XQA was measured to be faster, by keys and head dimension
+    **{(dtype, dim): 16 for dtype in FP8 for dim in (32, 80, 112, 512)},
+    **{(dtype, dim): 32 for dtype in (*FP8, torch.uint8) for dim in (64, 128)},
+    **{(dtype, 256): 24 for dtype in (*FP8, torch.uint8)},
+    **{(BF16, dim): 16 for dim in (64, 112)},
+    (E4M3, 96): 32,
+    (E4M3, 48): 0,
+    (BF16, 80): 0,
+    (BF16, 128): 16,
+}
+
+
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("kv_source", ["dense", "paged"])
-@pytest.mark.parametrize("kv_dtype", [*FP8, torch.uint8])
-def test_xqa_takes_decode_over_narrow_keys(arch: str, kv_source: str, kv_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kv_dtype", "head_dim"), MEASURED)
+def test_auto_takes_xqa_where_it_was_measured_to_be_faster(kv_dtype: torch.dtype, head_dim: int, arch: str) -> None:
     """As long as the rows of a request share two reads of its keys, three at head dimension 256."""
-    narrow = DECODE._replace(kv_source=kv_source, kv_dtype=kv_dtype, kv_block_scales=kv_dtype == torch.uint8)
-    for head_dim, most in ((64, 32), (128, 32), (256, 24)):
-        features = narrow._replace(head_dim_qk=head_dim, head_dim_vo=head_dim, sinks=True, positive_scale=False)
+    scales = {"kv_dtype": kv_dtype, "kv_block_scales": kv_dtype == torch.uint8}
+    features = DECODE._replace(**scales, **dims(head_dim), sinks=True, positive_scale=False)
+    most = MEASURED[kv_dtype, head_dim] if (kv_dtype, head_dim) != (BF16, 128) or arch == "sm_90a" else 0
+    more = FA3 if arch == "sm_90a" and most == 32 else FA2
+    assert select.choose(features, arch=named(arch), load=Load(most + 1)) is more
+    assert select.choose(features, "xqa", named(arch), load=Load(100)) is XQA
+    assert select.choose(features._replace(device_lengths=True), arch=named(arch), load=Load(1000)) is XQA
+    assert select.choose(features._replace(decode=False), arch=named(arch), load=Load(1)) is FA2
+    passed_over = f"xqa: able, passed over: head dimension {head_dim} in {8 * kv_dtype.itemsize} bits"
+    assert (passed_over in explain(features, named(arch), rows=4)) == (most == 0)
+    if most:
         assert select.choose(features, arch=named(arch), load=Load(most)) is XQA
-        more = FA3 if arch == "sm_90a" and most == 32 else FA2
-        assert select.choose(features, arch=named(arch), load=Load(most + 1)) is more
-        assert select.choose(features, "xqa", named(arch), load=Load(100)) is XQA
-    assert select.choose(narrow._replace(decode=False), arch=named(arch), load=Load(1)) is FA2
-    wide = narrow._replace(kv_dtype=BF16, kv_block_scales=False)
-    assert select.choose(wide, arch=named(arch), load=Load(1)) is (XQA if arch == "sm_90a" else FA2)
-    assert select.choose(wide, "xqa", named(arch)) is XQA
-
-
-@pytest.mark.parametrize("head_dim", [32, 80, 112, 512])
-@pytest.mark.parametrize("kv_dtype", [BF16, *FP8])
-def test_xqa_takes_narrow_and_wide_heads(head_dim: int, kv_dtype: torch.dtype) -> None:
-    features = DECODE._replace(kv_dtype=kv_dtype, head_dim_qk=head_dim, head_dim_vo=head_dim)
-    for arch in map(named, ARCHS):
-        assert select.choose(features, "xqa", arch) is XQA
-        assert select.choose(features._replace(device_lengths=True), arch=arch, load=Load(1000)) is XQA
-        if kv_dtype in FP8:
-            assert [select.choose(features, arch=arch, load=Load(rows)) for rows in (16, 17)] == [XQA, FA2]
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "kv_dtype", "taken"),
-    [
-        *((16, BF16, True), (72, BF16, True), (248, BF16, True), (8, BF16, False), (100, BF16, False)),
-        *((304, BF16, True), (312, BF16, False), (520, BF16, False)),
-        *((80, E4M3, True), (72, E4M3, False), (320, E4M3, True), (304, E4M3, False)),
-        *((512, torch.uint8, True), (32, torch.uint8, False), (192, torch.uint8, False), (96, torch.uint8, False)),
-    ],
-)
-def test_head_dims_of_xqa(head_dim: int, kv_dtype: torch.dtype, taken: bool) -> None:
-    """A warp's columns of a row are whole chunks of 16 bytes; above 256 two warps share a row."""
-    block_scales = kv_dtype == torch.uint8
-    features = DECODE._replace(
-        kv_dtype=kv_dtype, kv_block_scales=block_scales, head_dim_qk=head_dim, head_dim_vo=head_dim
-    )
-    assert (not select.reasons_against(XQA, features, HOPPER)) == taken
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "kv_dtype", "taken"),
-    [(96, E4M3, True), (48, E4M3, False), (64, BF16, True), (112, BF16, True), (128, BF16, True), (80, BF16, False)],
-)
-def test_auto_takes_xqa_where_it_was_measured_to_be_faster(head_dim: int, kv_dtype: torch.dtype, taken: bool) -> None:
-    features = DECODE._replace(kv_dtype=kv_dtype, head_dim_qk=head_dim, head_dim_vo=head_dim)
-    bits, most = 8 * kv_dtype.itemsize, 16 if kv_dtype == BF16 else 32
-    assert select.choose(features, arch=HOPPER, load=Load(most)) is (XQA if taken else FA2)
-    assert select.choose(features, arch=HOPPER, load=Load(most + 1)) is not XQA
-    passed_over = f"xqa: able, passed over: head dimension {head_dim} in {bits} bits" in explain(
-        features, HOPPER, rows=4
-    )
-    assert passed_over is not taken
 
 
 def test_auto_takes_a_backend_that_it_passes_over_if_no_other_is_able(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,26 +100,6 @@ def test_classes_of_rows_tell_what_auto_tells() -> None:
             assert select.choose(features, arch=HOPPER, load=load) is select.choose(features, arch=HOPPER, load=exact)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"own_splits": True},
-        {"soft_cap": True},
-        {"pos_encoding_mode": "ROPE_LLAMA"},
-        {"pos_encoding_mode": "ALIBI"},
-        {"o_dtype": torch.float32},
-        {"head_dim_qk": 192, "head_dim_vo": 128},
-        {"large_cache": True},
-        {"loose_scales": True},
-        {"decode": False},
-    ],
-)
-def test_what_xqa_refuses_fa2_takes(asked: dict[str, Any]) -> None:
-    assert select.choose(DECODE._replace(**asked), arch=HOPPER, load=Load(4)) is FA2
-    with pytest.raises(NotSupported, match="xqa refuses"):
-        select.choose(DECODE._replace(**asked), "xqa", HOPPER)
-
-
 ON_DEVICE = DECODE._replace(device_lengths=True)
 
 
@@ -176,19 +125,6 @@ def test_explain_of_lengths_on_the_device() -> None:
     assert "  xqa: chosen: no other backend of this GPU takes it" in lines
     assert "  fa2: refused" in lines
     assert sum("tree masks of draft tokens" in line for line in lines) == 3
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"head_dim_qk": 72, "head_dim_vo": 72}, "xqa refuses decode with head dimensions.*from 16 to 256"),
-        ({"large_cache": True}, "xqa refuses paged k or v that span 64 GiB"),
-        ({"loose_scales": True}, "xqa refuses block scales"),
-    ],
-)
-def test_what_no_gpu_takes_of_lengths_on_the_device(asked: dict[str, Any], words: str) -> None:
-    with pytest.raises(NotSupported, match=words):
-        select.choose(ON_DEVICE._replace(**asked), arch=HOPPER)
 
 
 def test_fp8_output_needs_a_plan_less_call_and_compute_capability_9() -> None:

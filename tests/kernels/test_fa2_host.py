@@ -1,4 +1,6 @@
-"""The host side of fa2: splits, launches and their parameters. Numbers of the kernels: `tests/emulator`."""
+"""The host side of fa2: launches, their parameters and workspaces. What usual calls launch:
+`tests/api/test_launch_corpus.py`; numbers of the kernels: `tests/emulator`.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,13 @@ import torch
 
 from cute_attn import WorkspaceError
 from cute_attn.dispatch import capabilities, select
-from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.host import variant as fa2_variant
 from cute_attn.kernels.fa2.host.family import FAMILY
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.host import gpu as gpus
 from cute_attn.kernels.host.batch import SplitKvBatchRun
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.params import LOG2E
-from cute_attn.problem import GraphLimits, Problem
+from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.staging import Staging
@@ -39,7 +39,7 @@ from tests.support.batch_case import (
     wrapper,
 )
 from tests.support.graphs import graph_wrapper
-from tests.support.named_launches import STREAM, NamedLaunch, recorded
+from tests.support.named_launches import NamedLaunch, recorded
 
 GPU = Gpu(named("sm_90a"), 0, 66)
 TILE = Tile(16, 16, 1, 1, 2)  # small: small problems then have many
@@ -71,16 +71,6 @@ def single(qo_len: int = 5, kv_len: int = 300, heads: tuple[int, int] = (6, 2), 
     return single_request.problem(single_request.Call(**{"q": q, "k": k, "v": v, "return_lse": True, **arguments}))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "split"),
-    [({"kv_len": 40}, False), ({}, True), ({"causal": True, "window_left": 0}, False), ({"window_left": 150}, True)],
-)
-def test_where_keys_are_split(arguments: dict[str, Any], split: bool) -> None:
-    """Not where one tile is visible."""
-    solve(single(**arguments))
-    assert (NamedLaunch.fired[0].grid[2] > 1) == split
-
-
 @pytest.mark.parametrize("kv_len", [40, 300], ids=["whole", "split"])
 def test_scales_on_the_device(kv_len: int) -> None:
     """Their sign is unknown. Kernels get their addresses; that of V's goes to the launch that writes the output."""
@@ -100,18 +90,6 @@ def test_scales_on_the_device(kv_len: int) -> None:
 def test_no_query_tokens_launch_nothing() -> None:
     solve(single(qo_len=0))
     assert NamedLaunch.fired == []
-
-
-def test_split_launches_partials_and_then_combines() -> None:
-    solve(single(qo_len=1, kv_len=2000, o_dtype=torch.bfloat16, v_scale=2.0, sinks=torch.zeros(6)))
-    main, combine = NamedLaunch.fired
-    assert main.stream == combine.stream == STREAM
-    assert isinstance(main.spec, Fa2Spec)
-    assert main.spec.split
-    assert main.spec.out_dtype == "float32"
-    assert (main.params.v_scale, main.params.sinks) == (1.0, 0)  # the combine kernel applies them
-    assert combine.spec == CombineSpec("bfloat16", 64)
-    assert combine.params.num_splits == main.grid[2]
 
 
 @pytest.mark.parametrize(
@@ -180,20 +158,6 @@ def test_nothing_to_merge_or_to_do(case: BatchCase, count: int) -> None:
     assert len(NamedLaunch.fired) == count
 
 
-def test_settings_of_a_run() -> None:
-    """Scales come with the run; a scale that is not positive takes another kernel."""
-    built = build(LONG)
-    run, settings = planned(built), built.problem.settings
-    for change in ({"sm_scale": 0.3}, {"v_scale": 2.0}, {}):
-        run(built.problem._replace(settings=settings._replace(**change)))
-    assert [launch.params.scale for launch in NamedLaunch.fired[::2]] == [0.3 * LOG2E, *[64**-0.5 * LOG2E] * 2]
-    assert [launch.params.v_scale for launch in NamedLaunch.fired[1::2]] == [1.0, 2.0, 1.0]
-    assert len({id(launch.artifact) for launch in NamedLaunch.fired}) == 2  # no kernel is loaded a second time
-    features = settings.features._replace(positive_scale=False)
-    run(built.problem._replace(settings=settings._replace(features=features, sm_scale=-0.2)))
-    assert len({id(launch.artifact) for launch in NamedLaunch.fired}) == 3
-
-
 def test_scales_of_batches_on_the_device() -> None:
     """As a GPU's are: the kernels get their addresses."""
     built = build(LONG)
@@ -203,21 +167,6 @@ def test_scales_of_batches_on_the_device() -> None:
     main, combine = (launch.params for launch in NamedLaunch.fired)
     assert (main.scale0, main.scale1) == tuple(x.data_ptr() for x in scales)
     assert main.v_scale_ptr == combine.v_scale_ptr == v_scale.data_ptr()  # of whole segments, and of merged ones
-
-
-def test_graph_launches_keep_their_form() -> None:
-    """A second plan of other lengths: same grids, parameters and record addresses."""
-    built, staging = build(ragged((1,) * 4, (900, 5, 0, 64), **heads(6, 2))), Staging(torch.device("cpu"))
-    limits = built.limits._replace(graph=GraphLimits(7, 9, 1900), keeps_address=True)
-    run = planned(dataclasses.replace(built, limits=limits), staging)
-    run(built.problem)
-    grids = [launch.grid for launch in NamedLaunch.fired]
-    other = build(ragged((1, 0, 1), (64, 3, 700), **heads(6, 2)))
-    again = planned(dataclasses.replace(other, limits=limits), staging)
-    assert [again.schedule.grid, again.schedule.combine.grid] == grids
-    assert again.items == run.items
-    same = dataclasses.replace(again.schedule, work=run.schedule.work)
-    assert same == run.schedule
 
 
 def test_captured_launches_keep_their_records() -> None:

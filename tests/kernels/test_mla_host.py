@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from cute_attn.kernels.mla.host import launch
 from cute_attn.kernels.mla.smem import HopperMlaMemory, MlaMemory
 from cute_attn.kernels.mla.spec import LATENT, CacheForm, HopperMlaSpec, MlaSpec
 from cute_attn.kernels.mla.tiles import choose, choose_tile
@@ -83,14 +82,3 @@ def test_hopper(form: CacheForm) -> None:
 def test_wrong_specs(changes: dict[str, int], rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         MlaSpec(**{"dtype": "bfloat16", "kv_dtype": "", "out_dtype": "bfloat16", "head_dim": LATENT, **changes})
-
-
-@pytest.mark.parametrize(
-    ("heads", "qo_len", "grid"), [(16, 1, (1, 132, 1)), (128, 1, (2, 66, 1)), (128, 3, (6, 22, 1))]
-)
-def test_grids(heads: int, qo_len: int, grid: tuple[int, int, int]) -> None:
-    """CTA groups divide the blocks of query rows; as many CTAs run as there are SMs."""
-    config = launch.launch_config(settings(heads), qo_len, named("sm_90a"), 132)
-    assert config.row_blocks == -(-heads * qo_len // config.spec.rows)
-    assert config.grid == grid
-    assert config.partial_bytes == 132 * 2 * config.spec.rows * (LATENT + 2) * 4

@@ -1,41 +1,31 @@
-"""Host code of persistent kernels, fa3 and fa4: tensor maps, parameter blocks, heads of a tile and the order of tiles.
-No GPU, no kernel.
+"""Host code of persistent kernels, fa3 and fa4: launches, heads of a tile and the order of tiles. Tensor maps of usual
+calls: `tests/api/test_launch_corpus.py`; others: numbers of the kernels, `tests/emulator`. No GPU, no kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from cute_attn import ArgumentError
 from cute_attn.dispatch import backends
 from cute_attn.emulator import using
 from cute_attn.emulator.tensormap import TensorMap, decode
 from cute_attn.kernels.combine.spec import CombineSpec
-from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.persistent import batch as persistent_batch
 from cute_attn.kernels.host.persistent import prepared, variant
 from cute_attn.kernels.host.persistent.prepared import TensorMaps
 from cute_attn.kernels.host.persistent.variant import launch_of
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
-from cute_attn.kernels.host.single import Scheduler, SingleRun
+from cute_attn.kernels.host.single import Scheduler
 from cute_attn.problem import Problem
-from cute_attn.request import single as single_request
 from cute_attn.runtime import counters, tensormap
 from cute_attn.runtime.launch import CPU
 from tests.support.backend_problems import build
-from tests.support.batch_case import dims, heads, make, paged, plan_arguments, ragged, wrapper
-from tests.support.named_launches import NamedLaunch, recorded
+from tests.support.batch_case import heads, make, paged, plan_arguments, ragged, wrapper
+from tests.support.named_launches import recorded
 from tests.support.persistent_host import TARGETS, Target, single
-
-
-@pytest.fixture
-def fired() -> Iterator[list[NamedLaunch]]:
-    with recorded() as launches:
-        yield launches.fired
 
 
 @pytest.fixture(params=TARGETS, ids=lambda target: target.name)
@@ -53,46 +43,9 @@ def tile_of(target: Target, problem: Problem) -> Any:
     return target.kernels.tile(problem.settings, target.arch.name, launch)
 
 
-def packed(target: Target, problem: Problem, fired: list[NamedLaunch]) -> Any:
-    """Parameters of the attention launch by name."""
-    schedule = scheduler(target, problem)(problem.qo_len, problem.kv_len)
-    gpu = Gpu(target.arch, CPU, 132)
-    kernel = prepared.PersistentKernel(target.kernels, problem.settings, schedule.tile, schedule.heads, False, gpu)
-    SingleRun(problem.settings, gpu, lambda *lengths: schedule, lambda *tile: kernel)(problem)
-    return fired[0].params
-
-
 def maps(target: Target, problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
     of = TensorMaps(problem.settings, tile_of(target, problem), heads)
     return decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.k(problem.k)(problem.k.data_ptr()))
-
-
-def test_maps_of_a_single_request(target: Target) -> None:
-    problem = single(kv_layout="HND")
-    q, k = maps(target, problem, 4)
-    assert (q.address, k.address) == (problem.q.data_ptr(), problem.k.data_ptr())
-    assert q.dims == (64, 4, 100, 2)  # d, heads of a tile, tokens, blocks of heads
-    assert q.strides == (128, 8 * 128, 4 * 128)
-    assert q.box == (64, 4, tile_of(target, problem).rows // 4, 1)
-    assert k.dims == (64, 300, 2, 1)
-    assert k.strides[:2] == (128, 300 * 128)
-    assert k.box == (64, tile_of(target, problem).cols, 1, 1)
-    assert q.swizzle == k.swizzle == 3  # lines of 128 bytes
-
-
-@pytest.mark.parametrize(("page_size", "box"), [(16, 16), (5, 1), (256, 128), (12, 4)])
-@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-def test_boxes_of_pages_do_not_leave_their_page(target: Target, page_size: int, box: int, kv_layout: str) -> None:
-    case = paged((1,) * 3, (40, 0, 300), page_size, kv_layout=kv_layout, cache="strided", **heads(6, 2), **dims(128))
-    problem = build(case).problem
-    tile = target.kernels.tile(problem.settings._replace(causal=True), target.arch.name)
-    k = decode(TensorMaps(problem.settings, tile, 1).k(problem.k)(problem.k.data_ptr()))
-    assert page_size % box == tile.cols % box == 0
-    assert k.box == (64, box, 1, 1)
-    assert k.dims == (128, page_size, 2, problem.k.shape[0])
-    order = (1, 2) if kv_layout == "NHD" else (2, 1)
-    strides = problem.k.stride()
-    assert k.strides == (2 * strides[order[0]], 2 * strides[order[1]], 2 * strides[0])
 
 
 def test_empty_and_single_axes(target: Target) -> None:
@@ -197,57 +150,12 @@ def test_sections_of_a_batch(
     assert places == {(item, head) for item in range(plan.work.item_capacity) for head in range(16)}
 
 
-def test_fp8_tensor_maps_and_scales(target: Target, fired: list[NamedLaunch]) -> None:
-    """Lines of 128 bytes hold 128 elements; a number a head travels by address."""
-    q = torch.zeros(100, 8, 128).to(torch.float8_e4m3fn)
-    k, v = torch.zeros(2, 300, 2, 128).to(torch.float8_e4m3fn)
-    scale_q, scale_k, scale_v = torch.ones(8), torch.ones(2), torch.ones(2)
-    call = single_request.Call(q, k, v, return_lse=True, head_scales=(scale_q, scale_k, scale_v), sm_scale=-0.5)
-    problem = single_request.problem(call)
-    tile = tile_of(target, problem)
-    q_map, k_map = maps(target, problem, 4)
-    assert q_map.dims == (128, 4, 100, 2)
-    assert q_map.strides == (128, 8 * 128, 4 * 128)
-    assert q_map.box == (128, 4, tile.rows // 4, 1)
-    assert k_map.dims == (128, 300, 2, 1)
-    assert k_map.box == (128, tile.cols, 1, 1)
-    spec = target.kernels.spec(problem.settings, tile, split=False)
-    assert isinstance(spec, target.kernels.spec_type)
-    assert spec.dtype == "float8_e4m3fn"
-    assert spec.scores == ()  # whatever the sign of the scale: rows of q take it
-    values = packed(target, problem, fired)
-    addresses = scale_q.data_ptr(), scale_k.data_ptr(), scale_v.data_ptr()
-    assert (values.scale_q, values.scale_k, values.scale_v) == addresses
-    assert values.scale == -0.5 * 1.4426950408889634
-
-
-@pytest.mark.parametrize(("dim", "line"), [(64, 64), (96, 128), (128, 128), (256, 256)])
-@pytest.mark.parametrize("page_size", [0, 16, 128])
-def test_tensor_maps_of_keys_to_be_widened(target: Target, dim: int, line: int, page_size: int) -> None:
-    """Bytes, whole rows in a box, not swizzled: the warps that widen them read them."""
-    kinds = {"dtype": "bfloat16", "kv_dtype": "float8_e5m2", "cache": "strided", **heads(6, 2), **dims(dim)}
-    lengths = (1,) * 3, (40, 0, 300)
-    problem = build(paged(*lengths, page_size, **kinds) if page_size else ragged(*lengths, **kinds)).problem
-    tile = target.kernels.tile(problem.settings, target.arch.name)
-    of = TensorMaps(problem.settings, tile, 1)
-    q, k = decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.k(problem.k)(problem.k.data_ptr()))
-    assert (q.swizzle, k.swizzle) == (3, 0)
-    assert (q.item_bytes, k.item_bytes) == (2, 1)
-    assert q.box[0] == 64
-    assert k.box == (line, min(page_size or tile.cols, tile.cols), 1, 1)
-    strides = problem.k.stride()
-    assert k.strides[:2] == ((strides[1], strides[2]) if page_size else (strides[0], strides[1]))
-    spec = target.kernels.spec(problem.settings, tile, split=False)
-    assert (spec.dtype, spec.kv_dtype) == ("bfloat16", "float8_e5m2")
-
-
-@pytest.mark.usefixtures("fired")
 def test_a_plan_makes_its_counters(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first run may be captured in a CUDA graph, where memory cannot be made."""
     made: list[int] = []
     monkeypatch.setattr(counters, "of_device", made.append)
     batch = paged((70, 3), (90, 33), page_size=4, **heads(4, 2))
     inputs = make(batch)
-    with using(target.arch.name, kernels=target.name, sms=2):
+    with recorded(), using(target.arch.name, kernels=target.name, sms=2):
         wrapper(batch, inputs.q.device, backend="emulator").plan(**plan_arguments(batch, inputs))
     assert made == [CPU]

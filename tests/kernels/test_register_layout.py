@@ -56,13 +56,6 @@ def test_fragments_of_wgmma(n_blocks: int) -> None:
         assert elements(layout, lane) == {i: wgmma_element(lane, i) for i in range(4 * n_blocks)}
 
 
-@pytest.mark.parametrize(("m_blocks", "n_blocks"), SHAPES)
-def test_lanes_cover_the_tile(m_blocks: int, n_blocks: int) -> None:
-    layout = MmaFragmentLayout(m_blocks, n_blocks)
-    covered = [element for lane in range(32) for element in elements(layout, lane).values()]
-    assert sorted(covered) == list(itertools.product(range(16 * m_blocks), range(8 * n_blocks)))
-
-
 @pytest.mark.parametrize("layout", [MmaFragmentLayout(*shape) for shape in SHAPES] + [RowLayout(8), RowLayout(32)])
 def test_every_register_is_in_one_place(layout: RegisterLayout) -> None:
     by_slot = [[register for register, _ in layout.places(slot)] for slot in layout.slots]

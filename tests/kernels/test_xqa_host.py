@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -312,11 +313,14 @@ SHAPES = [  # one request of 1, 4 and 8 units, of few keys and more; few pairs a
 ]
 
 
+spec_of = functools.cache(tiles.choose)  # many shapes have the same rule
+
+
 def chosen(arch: Arch, kv: str, rows: int, shape: tiles.Shape, tree: bool) -> Iterator[tuple[int, XqaSpec]]:
     """The kernels of a launch, by head dimension."""
     for head_dim in (dim for dim in range(8, 1024, 8) if is_head_dim(dim, KV_BITS[kv])):
         rule = tiles.find(arch, KV_BITS[kv], head_dim, shape)
-        yield head_dim, tiles.choose("bfloat16", kv, "bfloat16", head_dim, rows, tree, rule, arch)
+        yield head_dim, spec_of("bfloat16", kv, "bfloat16", head_dim, rows, tree, rule, arch)
 
 
 @pytest.mark.parametrize("arch", [*map(named, ARCHS), for_capability((8, 6))], ids=lambda arch: f"{arch.capability}")

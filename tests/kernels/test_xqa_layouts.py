@@ -9,38 +9,11 @@ import pytest
 
 pytest.importorskip("cutlass.cute", reason="needs the DSL", exc_type=ImportError)
 
-from cute_attn.kernels.xqa.parts.layouts import CHUNK, LINE, BlockLayout, TileLayout
+from cute_attn.kernels.xqa.parts.layouts import LINE, BlockLayout, TileLayout
 
 COLS = 64
 LAYOUTS = [TileLayout(32), TileLayout(64), TileLayout(128), TileLayout(512), BlockLayout(64), BlockLayout(128)]
 BLOCKS = [layout for layout in LAYOUTS if isinstance(layout, BlockLayout)]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_chunks_have_places_of_their_own(layout: TileLayout) -> None:
-    """Also where a step of the copies finds them: below the offset of a row of the first step."""
-    steps, lines = range(0, COLS, layout.rows_per_step), range(0, layout.row_bytes, LINE)
-    places = set()
-    for first, row, chunk in itertools.product(steps, range(layout.rows_per_step), range(layout.chunks_per_line)):
-        place = layout.offset(first + row, chunk)
-        moved = layout.offset(row, chunk) ^ layout.step_bits(first)
-        assert place == moved + first * layout.row_bytes
-        places |= {place + line for line in lines}
-    assert places == set(range(0, COLS * layout.row_bytes, CHUNK))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_operands_hold_every_token_once(layout: TileLayout) -> None:
-    rows = itertools.product(range(COLS // 16), (0, 1), range(8))
-    assert sorted(layout.lane_token(g) + layout.token(m, half) for m, half, g in rows) == list(range(COLS))
-
-
-@pytest.mark.parametrize("layout", BLOCKS, ids=str)
-def test_products_agree_on_tokens(layout: BlockLayout) -> None:
-    """Lane t gets columns 2t, 2t + 1 of both halves of transposed scores; scales come by fours of lane addresses."""
-    for m, r, t in itertools.product(range(COLS // 16), range(4), range(4)):
-        token = layout.lane_token(2 * t + r % 2) + layout.token(m, r // 2)
-        assert token == 2 * t + layout.p_token(m, r) == layout.p_lane_token(r, t) + layout.token(m, 0)
 
 
 @pytest.mark.parametrize("layout", BLOCKS, ids=str)

@@ -1,8 +1,9 @@
-"""Every bad argument of a batch raises before anything runs: a type that callers can catch, a message that names it."""
+"""Every bad argument of a wrapper raises before anything runs: an error that names it. The plan in force stays. Other
+types than those of FlashInfer's keywords: `tests/api/test_flashinfer_keywords.py`; tensors of runs: `test_stored`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,193 +13,269 @@ import torch
 from cute_attn import (
     ArgumentError,
     ArgumentTypeError,
-    BatchPrefillWithRaggedKVCacheWrapper,
+    BatchAttention,
     LayoutError,
     NotPlannedError,
     NotSupported,
     RuntimeArgumentError,
 )
-from cute_attn.request import batch_plan, operands
+from cute_attn.request import batch_plan
 from cute_attn.request.index_arrays import IndexArrays
-from tests.support.error_rows import SETTINGS, Row, ints, paged, refused, workspace, wrong_type, zeros
+from tests.support.entry_points import E4M3, ENTRIES, KEYS, Planned, ints, randn, zeros
+from tests.support.refused_calls import Row, assert_refused, places, raises
 
-FLOAT = torch.float32
+HALF, MEMORY = torch.float16, zeros(1 << 16)
+ALL = ("paged", "ragged", "decode")
 
 
-def cache(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    return zeros(*(shape or (5, 2, 4, 2, 16)), dtype=dtype)
+def of_entries(table: dict[tuple[str, ...], list[Row]]) -> Any:
+    """Parametrise by entry and row."""
+    cases = [(name, row) for names, rows in table.items() for name in names for row in rows]
+    ids = [f"{name}-{'-'.join(row[0]) or 'nothing'}" for name, row in cases]
+    return pytest.mark.parametrize(("name", "row"), cases, ids=ids)
+
+
+def begun(name: str, changes: dict[str, Any] | None = None, **tensors: Any) -> Planned:
+    """A wrapper of an entry with its plan. `changes`: of the constructor."""
+    call = ENTRIES[name].begin(ENTRIES[name].tensors | tensors, "auto", {"__init__": changes or {}})
+    assert isinstance(call, Planned)
+    return call
 
 
 # ---- constructors
 
-MAKE = [
-    wrong_type({"float_workspace_buffer": 128}, "float_workspace_buffer", "128"),
-    refused(
-        {"float_workspace_buffer": workspace()[1:]}, "float_workspace_buffer must start at a multiple of 16", "% 16 = "
-    ),
-    refused({"float_workspace_buffer": workspace()[::2]}, "float_workspace_buffer must be contiguous", "(2,)"),
-    refused(
-        {"float_workspace_buffer": workspace().to("meta")},
-        "float_workspace_buffer must be on a cpu or cuda device",
-        "meta",
-    ),
-    refused({"backend": "trtllm-gen"}, "trtllm-gen refuses", 'backend="auto"', error=NotSupported),
+WORKSPACES: list[tuple[Any, str]] = [
+    (128, "float_workspace_buffer.*128"),
+    (MEMORY[1:], "float_workspace_buffer must start at a multiple of 16.*% 16 = "),
+    (MEMORY[::2], r"float_workspace_buffer must be contiguous.*\(2,\)"),
+    (MEMORY.to("meta"), "float_workspace_buffer must be on a cpu or cuda device.*meta"),
 ]
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
-@pytest.mark.parametrize("row", MAKE, ids=lambda row: row.name)
-def test_constructor(kind: str, row: Row) -> None:
-    arguments = {"float_workspace_buffer": workspace(), **row.arguments}
-    raises(row, lambda: SETTINGS[kind]().wrapper(**arguments))
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("bad", "message"), WORKSPACES, ids=["type", "alignment", "stride", "device"])
+def test_workspaces(bad: Any, message: str, name: str) -> None:
+    """Of the constructor, and later ones."""
+    call, error = begun(name), ArgumentError if isinstance(bad, torch.Tensor) else ArgumentTypeError
+    with pytest.raises(error, match=message):
+        begun(name, **{"the workspace": bad})
+    with pytest.raises(error, match=message):
+        call.made.reset_workspace_buffer(bad, MEMORY)
+    call(ENTRIES[name].tensors)
 
 
-def raises(row: Row, function: Callable[[], Any]) -> None:
-    with pytest.raises(row.error) as error:
-        function()
-    assert type(error.value) is row.error or row.error is ArgumentError
-    for part in row.message:
-        assert part in str(error.value)
+@pytest.mark.parametrize("bad", [3, MEMORY.to("meta")], ids=["type", "device"])
+def test_other_workspaces(bad: Any) -> None:
+    with pytest.raises((ArgumentError, ArgumentTypeError), match="int_workspace_buffer must be"):
+        begun("paged").made.reset_workspace_buffer(MEMORY, bad)
 
 
-GRAPH = [  # of the ragged wrapper; those of the others: test_flashinfer_keywords
-    refused({"qo_indptr_buf": ints(0, 0, 0)}, "kv_indptr_buf must have 3 elements for batch size 2, got 2"),
-    refused({"kv_indptr_buf": ints(0, 0).long()}, "kv_indptr_buf must have dtype int32", "int64"),
-    refused({"kv_indptr_buf": ints(0, 0, 0, 0)[::2]}, "kv_indptr_buf must be contiguous"),
-    refused({"kv_indptr_buf": ints(0, 0).to("meta")}, "must be on the workspace's device cpu", "meta"),
-    refused({"custom_mask_buf": workspace(8)}, "mask_indptr_buf must be a torch.Tensor"),
-    refused({"custom_mask_buf": workspace(8), "mask_indptr_buf": ints(0)}, "mask_indptr_buf must have 2 elements"),
-]
+BUFFERS: dict[tuple[str, ...], list[Row]] = {  # those of the other wrappers: test_flashinfer_keywords
+    ("ragged, CUDA graph, mask",): [
+        ({"kv_indptr_buf": ints(0, 0)}, "kv_indptr_buf must have 3 elements for batch size 2, got 2"),
+        ({"kv_indptr_buf": ints(0, 0, 0).long()}, "kv_indptr_buf must have dtype int32.*int64"),
+        ({"kv_indptr_buf": ints(*range(6))[::2]}, "kv_indptr_buf must be contiguous"),
+        ({"kv_indptr_buf": ints(0, 0, 0).to("meta")}, "must be on the workspace's device cpu.*meta"),
+        ({"mask_indptr_buf": None}, "mask_indptr_buf must be a torch.Tensor"),
+        ({"mask_indptr_buf": ints(0)}, "mask_indptr_buf must have 3 elements"),
+    ],
+}
 
 
-@pytest.mark.parametrize("row", GRAPH, ids=lambda row: row.name)
-def test_graph_constructor(row: Row) -> None:
-    good = {"qo_indptr_buf": ints(0, 0), "kv_indptr_buf": ints(0, 0)}
-    made = BatchPrefillWithRaggedKVCacheWrapper
-    raises(row, lambda: made(workspace(), use_cuda_graph=True, **good | row.arguments))
+@of_entries(BUFFERS)
+def test_buffers_of_graphs(name: str, row: Row) -> None:
+    with raises(row):
+        begun(name, **row[0])
+
+
+def variant(*changes: tuple[int, Any], uri: str = "batch_prefill_attention_sink_f16_swa_False_fa2") -> list[Any]:
+    """FlashInfer's arguments of the variant with sinks, its CUDA source aside, but for some."""
+    dtypes = HALF, HALF, HALF, torch.int32
+    args: list[Any] = [uri, *dtypes, 64, 64, ["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", "struct"]
+    for place, value in changes:
+        args[place] = value
+    return args
+
+
+CONSTRUCTORS: dict[tuple[str, ...], list[Row]] = {
+    ALL: [({"backend": "trtllm-gen"}, 'trtllm-gen refuses.*backend="auto"', NotSupported)],
+    ("paged", "ragged"): [
+        ({"jit_args": variant(uri="my_attention")}, "jit_args=.*: variants written in CUDA", NotSupported),
+        ({"jit_args": variant((7, ["sink", "bias"]), (8, ["float", "half"]))}, "jit_args", NotSupported),
+        ({"jit_args": variant()[:9]}, "jit_args", NotSupported),
+        ({"jit_args": variant((7, 5))}, "jit_args", NotSupported),
+        ({"jit_args": variant((3, torch.float32))}, "dtype_o of jit_args must be its dtype_q"),
+        *(
+            ({"jit_args": variant(), "jit_kwargs": given}, message, *error)
+            for given, message, *error in (
+                ({"variant_owns": 1}, "jit_kwargs must be a dict of use_sliding_window", ArgumentTypeError),
+                ({"use_sliding_window": 1}, "use_sliding_window.* must be True or False", ArgumentTypeError),
+                ({"pos_encoding_mode": 7}, "pos_encoding_mode.* must be at most 2, got 7"),
+            )
+        ),
+    ],
+    ("paged with sinks",): [({"head_dim_vo": 0}, "head_dim_vo must be at least 1")],
+    ("mixed",): [({"device": b"?"}, r"\bdevice\b")],
+}
+
+
+@of_entries(CONSTRUCTORS)
+def test_constructors(name: str, row: Row) -> None:
+    with raises(row):
+        begun(name, row[0])
 
 
 # ---- plan
 
-ITEMS: dict[str, Any] = {  # a good call: kv_len - prefix_len is 5, 0 and 3
-    "prefix_len_ptr": ints(2, 0, 1),
-    "token_pos_in_items_ptr": ints(0, 1, 0, 1, 2, 0, 0, 0, 0, 0, 0, 1, 2),
-    "token_pos_in_items_len": 5,
-    "max_item_len_ptr": ints(2, 0, 2),
+ITEMS: dict[str, Any] = {  # a good call: kv_len - prefix_len is 2 and 3
+    "prefix_len_ptr": ints(2, 13),
+    "token_pos_in_items_ptr": ints(0, 1, 0, 0, 0, 1, 2),
+    "token_pos_in_items_len": 4,
+    "max_item_len_ptr": ints(1, 2),
+}
+MULTI_ITEM: list[Row] = [
+    ({"prefix_len_ptr": [2, 13]}, "prefix_len_ptr must be a torch.T", ArgumentTypeError),
+    ({"prefix_len_ptr": zeros(2, dtype=HALF)}, "prefix_len_ptr must have.*float16"),
+    ({"prefix_len_ptr": ints(2, 13)[None]}, "prefix_len_ptr.*1 dimension"),
+    ({"prefix_len_ptr": ints(2)}, r"\[batch_size\] = \(2,\), got 1 elements"),
+    ({"prefix_len_ptr": ints(2, -1)}, "must not be negative, got -1"),
+    ({"prefix_len_ptr": ints(2, 13).to("meta")}, "prefix_len_ptr.*meta"),
+    ({"max_item_len_ptr": ints(3)}, "max_item_len_ptr must have shape"),
+    ({"max_item_len_ptr": ints(1, 1)}, "request 1 has 1.*token at 2"),
+    ({"token_pos_in_items_len": 1}, "at least kv_len.*request 0 needs 2, got 1"),
+    ({"token_pos_in_items_len": -1}, "must be at least 0, got -1"),
+    ({"token_pos_in_items_ptr": ints(*range(5))}, "the 7 elements.*5"),
+    (
+        {"token_pos_in_items_ptr": ints(0, 2, 0, 0, 0, 1, 2)},
+        r"must not grow by more than 1.*got 2 after 0 \(request 0, key 3\)",
+    ),
+    ({"custom_mask": torch.ones(92, dtype=torch.bool)}, "contradict"),
+    ({"packed_custom_mask": zeros(12)}, "prefix_len_ptr contradict"),
+]
+PAGED: list[Row] = [  # names of index arrays are the decode wrapper's
+    ({"page_size": 0}, "page_size must be at least 1, got 0"),
+    ({"page_size": 1 << 31}, "page_size must be at most 2147483647, got 2147483648"),
+    ({"page_size": 4.0}, "page_size must be an int", ArgumentTypeError),
+    ({"indptr": [0, 2]}, r"indptr must be a torch.Tensor.*\[0, 2\]", ArgumentTypeError),
+    ({"indptr": zeros(3, dtype=HALF)}, "indptr must have dtype int32 or int64.*float16"),
+    ({"indptr": ints(0, 1, 2)[None]}, r"indptr must have shape \[n\].*\(1, 3\)"),
+    ({"indptr": ints(0, 2, 1)}, "must not decrease.*got 1 after 2.*request 1", RuntimeArgumentError),
+    ({"indptr": ints(-1, 1, 2)}, r"must stay within 0\.\..*-1\.\.2"),
+    ({"last_page_len": ints(3, 17)}, r"must be within 1\.\.16.*request 1 has 17"),
+    ({"last_page_len": ints(0, 16)}, r"must be within 1\.\.16.*request 0 has 0"),
+    ({"last_page_len": ints(3)}, r"must have shape \[batch_size\] = \(2,\).*got 1"),
+    ({"indices": ints(1)}, "must have the 2 entries.*got 1"),
+    ({"indices": zeros(2, dtype=HALF)}, "must have dtype int32 or int64.*float16"),
+    ({"indices": ints(0, 1)[None]}, r"must have shape \[n\].*\(1, 2\)"),
+    ({"indices": ints(0, 1).to("meta")}, "must be on a cpu or cuda.*meta"),
+    ({"kv_data_type": "uint8", "head_dim": 24}, "multiples of 16.*24"),
+    ({"kv_data_type": "uint8", "head_dim": 15}, "even head dimensions.*15"),
+]
+NAMES = {"head_dim": "head_dim_qk"} | {n: f"paged_kv_{n}" for n in ("indptr", "indices", "last_page_len")}
+BLOCKS = ("blocks",)
+PLANS: dict[tuple[str, ...], list[Row]] = {
+    ALL: [
+        ({"num_kv_heads": 3}, "multiple of num_kv_heads.*4 and 3", RuntimeArgumentError),
+        ({"num_qo_heads": 0}, "num_qo_heads must be at least 1, got 0"),
+        ({"num_qo_heads": 4.0}, r"num_qo_heads must be an int.*4\.0", ArgumentTypeError),
+        ({"num_kv_heads": None}, "num_kv_heads must be an int.*None", ArgumentTypeError),
+        ({"q_data_type": torch.float32}, "q_data_type must be float16 or bfloat16.*float32"),
+        ({"q_data_type": "Tensor"}, "q_data_type must name a dtype.*'Tensor'"),
+        ({"kv_data_type": torch.int8}, "kv_data_type must be.*int8"),
+        ({"o_data_type": torch.int8}, "o_data_type must be.*int8"),
+        ({"sm_scale": float("nan")}, "sm_scale must be finite"),
+        ({"rope_theta": 0}, "rope_theta must be > 0"),
+        ({"lse_base": "e"}, "lse_base must be one of 'log2', 'ln'.*'e'", LayoutError),
+        ({"fixed_split_size": 0}, "fixed_split_size must be at least 1, got 0"),
+        ({"fixed_split_size": -2, "disable_split_kv": True}, "fixed_split_size must be at least 1, got -2"),
+        ({"sm_scale": 10**5000}, "sm_scale must be finite"),
+        ({"head_dimension": 3}, "head_dimension", TypeError),
+    ],
+    ("decode",): [
+        *PAGED,
+        ({"q_len_per_req": 0}, "q_len_per_req must be at least 1, got 0"),
+        ({"q_len_per_req": 10**30}, "q_len_per_req must be at most"),
+    ],
+    ("paged",): [({NAMES.get(n, n): x for n, x in changes.items()}, *rest) for changes, *rest in PAGED],
+    ("paged", "ragged"): [
+        ({"qo_indptr": np.arange(3)}, "qo_indptr must be a torch.Tensor.*ndarray", ArgumentTypeError),
+        ({"qo_indptr": ints(0, 3, 2)}, "qo_indptr must not decrease.*request 1", RuntimeArgumentError),
+        ({"qo_indptr": ints(0, 5)}, r"must both have batch_size \+ 1.*2 and 3"),
+        ({"qo_indptr": ints()}, r"qo_indptr must have shape \[batch_size \+ 1\]"),
+        ({"custom_mask": torch.ones(91, dtype=torch.bool)}, "custom_mask.*= 92.*got 91"),
+        ({"custom_mask": ints(*range(92))}, "custom_mask must have dtype bool or uint8.*int32"),
+        ({"custom_mask": torch.ones(1, 92, dtype=torch.bool)}, r"custom_mask must have shape \[n\].*\(1, 92\)"),
+        ({"packed_custom_mask": zeros(13)}, "packed_custom_mask must have 12 bytes.*segment_packbits.*got 13"),
+        ({"packed_custom_mask": ints(1)}, "packed_custom_mask must have dtype uint8.*int32"),
+        *((ITEMS | changes, *rest) for changes, *rest in MULTI_ITEM),
+        ({"head_dim_qk": 0}, "head_dim_qk must be at least 1"),
+        ({"head_dim_vo": -3}, "head_dim_vo must be at least 1, got -3"),
+        ({"head_dim_qk": 15, "pos_encoding_mode": "ROPE_LLAMA"}, "even head dim.*15"),
+        ({"head_dim": 16}, "head_dim and head_dim_qk are two names", ArgumentTypeError),
+    ],
+    ("ragged",): [
+        ({"kv_indptr": ints(0, 7, 6)}, "kv_indptr must not decrease", RuntimeArgumentError),
+        ({"kv_indptr": torch.tensor([0, 0, 1 << 31])}, "kv_indptr must stay within"),
+    ],
+    ("paged with sinks",): [
+        ({"q_data_type": HALF}, "q_data_type of plan.* made for, torch.bfloat16; got torch.float16"),
+        ({"kv_data_type": E4M3}, "kv_data_type of plan"),
+        ({"q_data_type": torch.zeros(2)}, "q_data_type of plan"),
+        ({"head_dim_vo": 128}, "head_dim_vo of plan.* made for, 64; got 128"),
+        ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode of plan.* 'NONE'; got 'ALIBI'"),
+    ],
+    ("mixed",): [
+        ({"kv_len_arr": ints(4, 17)}, r"kv_len_arr must be within 0\.\.16, .*pages; request 1 has 17"),
+        ({"kv_len_arr": ints(4, -1)}, r"kv_len_arr must be within 0\.\.16, .*; request 1 has -1"),
+        ({"kv_len_arr": ints(4)}, r"kv_len_arr must have shape \[batch_size\]"),
+        ({"kv_len_arr": torch.ones(2)}, "kv_len_arr must have dtype int32 or int64"),
+        ({"kv_len_arr": ints(4, 16).to("meta")}, r"\bkv_len_arr\b.*meta"),
+        ({"kv_len_arr": [4, 16]}, "kv_len_arr must be a torch.Tensor", ArgumentTypeError),
+        ({"qo_indptr": ints(0, 8)}, "qo_indptr and kv_indptr must both have batch_size"),
+        ({"num_qo_heads": 3}, "num_qo_heads"),
+    ],
+    BLOCKS: [
+        ({"N": 33}, "N must be a multiple of C, got N=33 and C=16"),
+        ({"M": 9}, r"indptr must have ceil\(M / R\) \+ 1 = 4 elements"),
+        ({"R": 0}, "R must be at least 1, got 0"),
+        ({"indices": ints(0, 0, 2)}, r"indices must be within 0..1 .*, got 0..2"),
+        ({"indices": ints(0, -1, 1)}, r"indices must be within 0"),
+        ({"indices": ints(0, 1)}, "indices must have the 3 entries that indptr counts, got 2"),
+        ({"indices": None}, "indices must be a torch.Tensor", ArgumentTypeError),
+        ({"indptr": ints(0, 2, 1)}, "indptr must not decrease"),
+        ({"mask": torch.ones(3, 5, 16, dtype=torch.bool)}, r"mask must .* \[blocks, R, C\] = \[3, 4, 16\]"),
+        ({"mask": torch.ones(3, 4, 16)}, "mask must be a bool tensor of shape"),
+        ({"packed_mask": zeros(3)}, r"^packed_mask must have \d+ bytes.*segment_packbits.*got 3"),
+        ({"k_scale": 0}, r"\bk_scale\b", NotSupported),
+        ({"use_clc": False}, r"\buse_clc\b", NotSupported),
+        ({"block_mask": torch.ones(1, 2)}, "refuses block_mask=a float32 .*Instead: indptr and indices", NotSupported),
+    ],
+    ("variable blocks, grouped",): [
+        ({"block_mask_map": torch.ones(2, 2, 3)}, "block_mask_map must have shape"),
+        ({"block_mask_map": torch.ones(2, 2, 2, device="meta")}, "block_mask_map.*meta"),
+        ({"block_row_sz": ints(3, 5).repeat(2, 1).to("meta")}, "block_row_sz.*meta"),
+        (
+            {"block_row_sz": ints(3, 5, 4, 5).view(2, 2)},
+            "block_row_sz must have the same sum for every kv head, got 8 and 9",
+        ),
+        ({"block_row_sz": ints(9, -1, 4, 4).view(2, 2)}, "block_row_sz must not be negative, got -1"),
+        ({"block_col_sz": ints(16, 16)[None]}, r"block_col_sz must have shape .* = \[2, blocks\]"),
+        ({"block_col_sz": torch.rand(2, 2)}, "block_col_sz must have dtype int32 or int64"),
+        ({"num_qo_heads": 3}, "num_qo_heads must be a multiple of num_kv_heads, got 3 and 2"),
+    ],
 }
 
-JUMP = ints(0, 1, 0, 2, 3, 0, 0, 0, 0, 0, 0, 1, 2)
-MULTI_ITEM = [
-    row._replace(arguments={**ITEMS, **row.arguments})
-    for row in (
-        wrong_type({"prefix_len_ptr": [2, 0, 1]}, "prefix_len_ptr must be a torch.T"),
-        refused({"prefix_len_ptr": zeros(3)}, "prefix_len_ptr must have", "float16"),
-        refused({"prefix_len_ptr": ints(2, 0, 1)[None]}, "prefix_len_ptr", "1 dimension"),
-        refused({"prefix_len_ptr": ints(2, 0)}, "[batch_size] = (3,), got 2 elements"),
-        refused({"prefix_len_ptr": ints(2, -1, 0)}, "must not be negative, got -1"),
-        refused({"prefix_len_ptr": ints(2, 0, 1).to("meta")}, "prefix_len_ptr", "meta"),
-        refused({"max_item_len_ptr": ints(3)}, "max_item_len_ptr must have shape"),
-        refused({"max_item_len_ptr": ints(2, 0, 1)}, "request 2 has 1", "token at 2"),
-        refused({"token_pos_in_items_len": 4}, "at least kv_len", "request 0 needs 5, got 4"),
-        refused({"token_pos_in_items_len": -1}, "must be at least 0, got -1"),
-        refused({"token_pos_in_items_ptr": ints(*range(11))}, "the 13 elements", "11"),
-        refused({"token_pos_in_items_ptr": JUMP}, "must not grow by more than 1", "got 2 after 0 (request 0, key 5)"),
-        refused({"custom_mask": torch.ones(29, dtype=torch.bool)}, "contradict"),
-        refused({"packed_custom_mask": workspace(4)}, "contradict", "prefix_len_ptr"),
-    )
-]
 
-PLAN = [  # of all wrappers
-    refused({"num_kv_heads": 3}, "multiple of num_kv_heads", "4 and 3", error=RuntimeArgumentError),
-    refused({"num_qo_heads": 0}, "num_qo_heads must be at least 1, got 0"),
-    wrong_type({"num_qo_heads": 4.0}, "num_qo_heads must be an int", "4.0"),
-    wrong_type({"num_kv_heads": None}, "num_kv_heads must be an int", "None"),
-    refused({"q_data_type": FLOAT}, "q_data_type must be float16 or bfloat16", "float32"),
-    refused({"q_data_type": "Tensor"}, "q_data_type must name a dtype", "'Tensor'"),
-    refused({"kv_data_type": torch.int8}, "kv_data_type must be", "int8"),
-    refused({"o_data_type": torch.int8}, "o_data_type must be", "int8"),
-    refused({"sm_scale": float("nan")}, "sm_scale must be finite"),
-    refused({"rope_theta": 0}, "rope_theta must be > 0"),
-    refused({"lse_base": "e"}, "lse_base must be one of 'log2', 'ln'", "'e'", error=LayoutError),
-    refused({"fixed_split_size": 0}, "fixed_split_size must be at least 1, got 0"),
-    refused({"fixed_split_size": -2}, "fixed_split_size must be at least 1, got -2"),
-    refused({"fixed_split_size": 0, "disable_split_kv": True}, "fixed_split_size must be at least 1, got 0"),
-    refused({"sm_scale": 10**5000}, "sm_scale must be finite"),
-    refused({"head_dimension": 3}, "head_dimension", error=TypeError),
-]
-
-PAGED = [  # of both wrappers with pages; names of index arrays are the decode wrapper's
-    refused({"page_size": 0}, "page_size must be at least 1, got 0"),
-    refused({"page_size": 1 << 31}, "page_size must be at most 2147483647, got 2147483648"),
-    wrong_type({"page_size": 4.0}, "page_size must be an int"),
-    wrong_type({"indptr": [0, 2]}, "indptr must be a torch.Tensor", "[0, 2]"),
-    refused({"indptr": zeros(4)}, "indptr must have dtype int32 or int64", "float16"),
-    refused({"indptr": ints(0, 2, 2, 3)[None]}, "indptr must have shape [n]", "(1, 4)"),
-    refused(
-        {"indptr": ints(0, 2, 1, 3)}, "must not decrease", "got 1 after 2", "request 1", error=RuntimeArgumentError
-    ),
-    refused({"indptr": ints(-1, 2, 2, 3)}, "must stay within 0..", "-1..3"),
-    refused({"last_page_len": ints(3, 0, 5)}, "must be within 1..4", "request 2 has 5"),
-    refused({"last_page_len": ints(0, 0, 4)}, "must be within 1..4", "request 0 has 0"),
-    refused({"last_page_len": ints(3, 4)}, "must have shape [batch_size] = (3,)", "got 2"),
-    refused({"indices": ints(4, 0)}, "must have the 3 entries", "got 2"),
-    refused({"indices": zeros(3)}, "must have dtype int32 or int64", "float16"),
-    refused({"indices": ints(4, 0, 2)[None]}, "must have shape [n]", "(1, 3)"),
-    refused({"indices": ints(4, 0, 2).to("meta")}, "must be on a cpu or cuda", "meta"),
-    refused({"kv_data_type": "uint8", "head_dim": 24}, "multiples of 16", "24"),
-    refused({"kv_data_type": "uint8", "head_dim": 15}, "even head dimensions", "15"),
-]
-
-PREFILL = [  # of both prefill wrappers
-    wrong_type({"qo_indptr": np.arange(4)}, "qo_indptr must be a torch.Tensor", "ndarray"),
-    refused({"qo_indptr": ints(0, 3, 2, 5)}, "qo_indptr must not decrease", "request 1", error=RuntimeArgumentError),
-    refused({"qo_indptr": ints(0, 5)}, "must both have batch_size + 1", "2 and 4"),
-    refused({"qo_indptr": ints()}, "qo_indptr must have shape [batch_size + 1]"),
-    refused({"custom_mask": torch.ones(28, dtype=torch.bool)}, "custom_mask", "= 29", "got 28"),
-    refused({"custom_mask": ints(*range(29))}, "custom_mask must have dtype bool or uint8", "int32"),
-    refused({"custom_mask": torch.ones(1, 29, dtype=torch.bool)}, "custom_mask must have shape [n]", "(1, 29)"),
-    refused({"packed_custom_mask": workspace(5)}, "packed_custom_mask must have 4 bytes", "segment_packbits", "got 5"),
-    refused({"packed_custom_mask": ints(1)}, "packed_custom_mask must have dtype uint8", "int32"),
-    *MULTI_ITEM,
-    refused({"head_dim_qk": 0}, "head_dim_qk must be at least 1"),
-    refused({"head_dim_vo": -3}, "head_dim_vo must be at least 1, got -3"),
-    refused({"head_dim_qk": 15, "pos_encoding_mode": "ROPE_LLAMA"}, "even head dim", "15"),
-    wrong_type({"head_dim": 16}, "head_dim and head_dim_qk are two names"),
-]
-
-RAGGED = [
-    refused({"kv_indptr": ints(0, 7, 6, 11)}, "kv_indptr must not decrease", error=RuntimeArgumentError),
-    refused({"kv_indptr": ints(0, 0, 0, 1 << 31, dtype=torch.int64)}, "kv_indptr must stay within"),
-]
-
-DECODE = [
-    refused({"q_len_per_req": 0}, "q_len_per_req must be at least 1, got 0"),
-    refused({"q_len_per_req": 10**30}, "q_len_per_req must be at most"),
-]
-
-TODAY = {"indptr": "paged_kv_indptr", "indices": "paged_kv_indices", "last_page_len": "paged_kv_last_page_len"}
-
-
-def plan_rows() -> list[tuple[str, Row]]:
-    rows = [(kind, row) for kind in SETTINGS for row in PLAN]
-    rows += [("decode", row) for row in (*PAGED, *DECODE)]
-    renamed = {**TODAY, "head_dim": "head_dim_qk"}
-    for row in PAGED:
-        arguments = {renamed.get(name, name): value for name, value in row.arguments.items()}
-        rows.append(("paged", row._replace(arguments=arguments)))
-    rows += [(kind, row) for kind in ("paged", "ragged") for row in PREFILL]
-    return rows + [("ragged", row) for row in RAGGED]
-
-
-@pytest.mark.parametrize(("kind", "row"), plan_rows(), ids=[f"{kind}-{row.name}" for kind, row in plan_rows()])
-def test_plan(kind: str, row: Row) -> None:
+@of_entries(PLANS)
+def test_plan(name: str, row: Row) -> None:
     """An error leaves the previous plan in force."""
-    setting = SETTINGS[kind]()
-    made = setting.wrapper(workspace())
-    made.plan(**setting.plan)
-    before = made.run(**setting.run)
-    raises(row, lambda: made.plan(**{**setting.plan, **row.arguments}))
-    assert torch.equal(made.run(**setting.run), before)
+    call, given = begun(name), ENTRIES[name].tensors
+    call(given)
+    before = given["out"].clone()
+    with raises(row):
+        call.made.plan(**call.planned | row[0])
+    call(given)
+    assert torch.equal(given["out"], before)
 
 
 @pytest.mark.parametrize(
@@ -221,98 +298,63 @@ def test_lengths_that_are_given_again_have_types_where_they_are_not_compared(giv
 
 # ---- run
 
-RUN = [  # of all wrappers
-    refused({"q": zeros(2, 4, 16)}, "q must have the planned", "rows", "(2, 4, 16)"),
-    refused({"q_scale": float("nan")}, "q_scale must be finite"),
-]
-
-RUN_PAGED = [
-    refused({"paged_kv_cache": cache(5, 2, 3, 2, 16)}, "[any, 4, 2, 16]", "(5, 3, 2, 16)"),
-    refused(
-        {"paged_kv_cache": cache(5, 2, 4, 2, 32)[..., ::2]}, "k must have stride 1 on its last axis", "k.contiguous()"
-    ),
-    refused(
-        {"paged_kv_cache": (cache(5, 4, 2, 16), cache(4, 4, 2, 16))}, "k and v must agree in all axes but the last"
-    ),
-    refused({"paged_kv_cache": cache(4, 2, 4, 2, 16)}, "page 0 of request 0, is 4", "0..3"),
-]
-
-RUN_RAGGED = [
-    refused({"k": zeros(10, 2, 16)}, "[11 or more, 2, 16]", "(10, 2, 16)"),
-    refused({"v": zeros(10, 2, 16)}, "v must have shape"),
-    refused({"v": zeros(12, 2, 16)}, "k and v must agree"),
-    refused({"o_scale": 0.0}, "o_scale must be > 0"),
-]
-
-
-def run_rows() -> list[tuple[str, Row]]:
-    rows = [(kind, row) for kind in SETTINGS for row in RUN]
-    rows += [(kind, row) for kind in ("paged", "decode") for row in RUN_PAGED]
-    return rows + [("ragged", row) for row in RUN_RAGGED]
-
-
-@pytest.mark.parametrize(("kind", "row"), run_rows(), ids=[f"{kind}-{row.name}" for kind, row in run_rows()])
-def test_run(kind: str, row: Row) -> None:
-    """The same error each time, and good runs before and after."""
-    setting = SETTINGS[kind]()
-    made = setting.wrapper(workspace())
-    made.plan(**setting.plan)
-    arguments = {**setting.run, **row.arguments}
-    for _ in range(2):
-        made.run(**setting.run)
-        raises(row, lambda: made.run(**arguments))
-
-
-def test_unaligned_caches_are_refused_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
-    setting = paged()
-    made = setting.wrapper(workspace())
-    made.plan(**setting.plan)
-    shifted = zeros(5 * 2 * 4 * 2 * 16 + 1)[1:].view(5, 2, 4, 2, 16)
-    padded = zeros(5, 2, 4, 2, 17)[..., :16]
-    for bad in (shifted, padded):
-        with pytest.raises(ArgumentError, match="k must start at a multiple of 16 bytes"):
-            made.run(setting.run["q"], bad)
-    odd = torch.randn(5, 4, 17).half()[..., 1:]
-    assert torch.equal(
-        made.run(odd, setting.run["paged_kv_cache"]), made.run(odd.clone(), setting.run["paged_kv_cache"])
-    )
+PAGES = randn(4, 16, 2, 64)
+RUNS: dict[tuple[str, ...], list[Row]] = {
+    ALL: [({"q": randn(7, 4, 64)}, r"q must have the planned.*rows.*\(7, 4, 64\)")],
+    (*ALL, "mixed"): [
+        ({"k_scale": float("nan")}, "k_scale must be finite"),
+        ({"k_scale": True}, "k_scale must be a number", ArgumentTypeError),
+    ],
+    ("paged",): [
+        ({"return_lse": 1}, "return_lse must be True or False", ArgumentTypeError),
+        ({"enable_pdl": 1}, "enable_pdl must be True or False", ArgumentTypeError),
+        ({"window_left": 5}, r"window_left of run\(\) must be .*the planned -1, got 5"),
+        ({"window_left": -1.0}, "window_left must be an int", ArgumentTypeError),
+    ],
+    ("paged, one cache",): [
+        ({"the cache": randn(4, 2, 15, 2, 64)}, r"\[any, 16, 2, 64\].*\(4, 15, 2, 64\)"),
+        ({"the cache": randn(4, 2, 16, 2, 128)[..., ::2]}, r"k must have stride 1 on its last axis.*k\.contiguous\(\)"),
+        ({"the cache": (PAGES, PAGES, PAGES)}, "paged_kv_cache must be a tensor or a pair", ArgumentTypeError),
+        ({"the cache": (PAGES, PAGES[1:])}, "k and v must agree in all axes but the last"),
+        ({"the cache": (PAGES[:1], PAGES[:1])}, r"page 0 of request 1, is 1.*0\.\.0"),
+    ],
+    ("ragged",): [
+        ({"k": randn(10, 2, 64)}, r"\[20 or more, 2, 64\].*\(10, 2, 64\)"),
+        ({"v": randn(10, 2, 64)}, "v must have shape"),
+        ({"v": randn(KEYS + 1, 2, 64)}, "k and v must agree"),
+        ({"o_scale": 0.0}, "o_scale must be > 0"),
+        ({"lse_base": "e"}, "lse_base must be one of 'log2', 'ln'", LayoutError),
+    ],
+    ("paged, lse by heads",): [
+        ({"lse_base": "e"}, "lse_base must be one of 'log2', 'ln'", LayoutError),
+        ({"lse": torch.zeros(8, 4).t()}, "lse must be contiguous"),
+    ],
+    ("paged, NVFP4",): [({"kv_cache_sf": (zeros(4, 2),)}, "kv_cache_sf must be a tensor or a pair", ArgumentTypeError)],
+    ("paged with ranges",): [
+        ({"bidirectional_ranges": zeros(2, 8, dtype=torch.int32).t()}, "bidirectional_ranges must be contiguous"),
+        ({"bidirectional_ranges": zeros(17, dtype=torch.int32)[1:].view(8, 2)}, "8-byte aligned"),
+    ],
+    ("mixed",): [({"logits_soft_cap": 30.0}, r"logits_soft_cap of run\(\) must be 0 or the planned 0.0, got 30.0")],
+    BLOCKS: [({"k": randn(6, 2, 64)}, r"k must have shape \[N, num_kv_heads, head_dim\] = \[32")],
+    ("variable blocks, grouped",): [({"q": randn(2, 8, 64)}, r"q must have shape \[4, 8, head_dim\]")],
+}
 
 
-def test_block_scales_of_one_half() -> None:
-    setting = paged()
-    made = setting.wrapper(workspace())
-    made.plan(**setting.plan, kv_data_type="uint8")
-    good, scales = cache(5, 2, 4, 2, 8, dtype=torch.uint8), cache(5, 2, 4, 2, 1, dtype=torch.uint8)
-    made.run(setting.run["q"], good, kv_cache_sf=scales)
-    with pytest.raises(ArgumentTypeError, match="kv_cache_sf must be a tensor or a pair"):
-        made.run(setting.run["q"], good, kv_cache_sf=(scales[:, 0],))
+@of_entries(RUNS)
+def test_run(name: str, row: Row) -> None:
+    for place in places(row):
+        with place:
+            assert_refused(begun(name), ENTRIES[name], row)
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_run_before_plan(kind: str) -> None:
-    setting = SETTINGS[kind]()
-    made = setting.wrapper(workspace())
+@pytest.mark.parametrize("name", [*ALL, *BLOCKS, "variable blocks", "paged with sinks", "mixed"])
+def test_run_before_plan(name: str) -> None:
+    call, given = begun(name), ENTRIES[name].tensors
+    new = BatchAttention("NHD", "cpu") if name == "mixed" else type(call.made)(MEMORY)
     for error in (NotPlannedError, RuntimeError, AttributeError):
-        with pytest.raises(error, match=r"plan\(\) must come before run\(\)"):
-            made.run(**setting.run)
-    made.plan(**setting.plan)
-    made.run(**setting.run)
-    made.reset_workspace_buffer(workspace(), workspace())
+        with pytest.raises(error, match=r"plan\(\) must come before run"):
+            call._replace(made=new)(given)
+    call(given)
+    call.made.reset_workspace_buffer(MEMORY, MEMORY)
     with pytest.raises(NotPlannedError, match="again after reset_workspace_buffer"):
-        made.run(**setting.run)
-
-
-def test_reset_refuses_bad_buffers() -> None:
-    setting = paged()
-    made = setting.wrapper(workspace())
-    made.plan(**setting.plan)
-    for bad in (
-        (3, workspace()),
-        (workspace()[1:], workspace()),
-        (workspace(), 3),
-        (workspace(), workspace().to("meta")),
-    ):
-        with pytest.raises((ArgumentError, ArgumentTypeError)):
-            made.reset_workspace_buffer(*bad)
-    made.run(**setting.run)
+        call(given)

@@ -1,19 +1,18 @@
-"""Bad arguments of calls without a plan: an error that names them. What is wrong with any tensor of a call:
-`test_stored`, and `tests/api/test_shared_memory.py`; with single requests: `test_repeated_calls`; with decode calls:
-`test_decode_values`.
+"""Bad arguments of calls without a plan: an error that names them, before anything is written. What is wrong with any
+tensor of a call: `test_stored`, and `tests/api/test_shared_memory.py`; with decode calls: `test_decode_values`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from cute_attn import ArgumentError, ArgumentTypeError, FP4Tensor, LayoutError, NotSupported
+from cute_attn import ArgumentError, ArgumentTypeError, FP4Tensor, LayoutError, NotSupported, RuntimeArgumentError
 from tests.support.entry_points import CACHES, ENTRIES, NEW_RESULTS, NEW_ROWS, OTHERS, STATES, TWO_CACHES, ints, randn
+from tests.support.refused_calls import Row, assert_refused, places
 
+BF16, E4M3, NAN, INF = torch.bfloat16, torch.float8_e4m3fn, float("nan"), float("inf")
 META, FLOATS = torch.device("meta"), torch.zeros(4, 2, 16, 2, 32)
 K, V, S, ROWS = CACHES["k of paged_kv_cache"], STATES["v"], STATES["s"], NEW_ROWS["append_value"][:2]
 K_CACHE, OUTPUT = TWO_CACHES["k_cache"], OTHERS["dequantise pages"].tensors["output_v"]
@@ -23,14 +22,83 @@ WIDE = torch.zeros(64, 2)
 OWN_PAGES = {"block_tables": ints(0, 0, 0, 0).view(2, 2, 1), "uses_shared_paged_kv_idx": False}
 KNOWN, UNKNOWN = "'auto', 'fa4', 'fa3', 'xqa', 'fa2'", ("fa-2", "", None, 2, ["fa2"], np.array(["auto", "fa2"]))
 
-BAD: dict[str, list[tuple[Any, ...]]] = {  # by entry: what changes, the message, and the error if no ArgumentError
+
+def kv(*shape: int, dtype: torch.dtype = BF16) -> dict[str, torch.Tensor]:
+    """Keys and values of zeros."""
+    return {name: torch.zeros(*shape, dtype=dtype) for name in "kv"}
+
+
+def halves(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=BF16)
+
+
+Q = halves(8, 4, 64)
+with torch.inference_mode():
+    INFERENCE = halves(8, 4, 64), torch.zeros(8, 4)
+SINGLE: list[Row] = [  # refused by prefill and decode alike
+    ({"k": halves(32, 64), "kv_layout": "HND"}, r"k must have shape \[num_kv_heads, kv_len.*\(32, 64\)"),
+    ({"v": halves(31, 2, 64)}, r"v must have k's kv_len.*\(32, 2, 64\).*\(31, 2, 64\)"),
+    ({"v": halves(32, 1, 64)}, r"v must have k's.*num_kv_heads.*\(32, 1, 64\)"),
+    (kv(32, 0, 64), "num_kv_heads 0"),
+    (kv(32, 3, 64), "num_qo_heads of q must be a multiple of num_kv_heads of k and v", RuntimeArgumentError),
+    ({"v": halves(32, 2, 0)}, "head_dim_vo 0"),
+    (kv(32, 2, 64, dtype=torch.float16), "k and v must have dtype bfloat16.*got float16"),
+    (kv(32, 2, 64, dtype=torch.float32), "k must have dtype float16 or bfloat16.*got float32"),
+    (kv(32, 2, 32, dtype=torch.uint8), "kv_cache_sf.*None.*uint8"),
+    ({"k": halves(32, 2, 128)[..., ::2]}, r"k must have stride 1 on its last axis.*\(256, 128, 2\).*k\.contiguous\(\)"),
+    ({"v": halves(64, 32, 2).permute(1, 2, 0)}, r"v must have stride 1 on its last axis.*\(2, 1, 64\)"),
+    ({"window_left": True}, r"window_left must be an int.*True \(bool\)", ArgumentTypeError),
+    ({"sm_scale": NAN}, "sm_scale must be finite.*nan"),
+    ({"sm_scale": INF}, "sm_scale must be finite.*inf"),
+    ({"sm_scale": -2e38}, r"sm_scale.*within \+-1e\+38.*-2e\+38"),
+    ({"sm_scale": True}, r"sm_scale must be a number.*True \(bool\)", ArgumentTypeError),
+    ({"sm_scale": 1e30, "k_scale": 1e30}, r"sm_scale \* q_scale \* k_scale.*1e\+60"),
+    ({"logits_soft_cap": INF}, "logits_soft_cap must be finite.*inf"),
+    ({"logits_soft_cap": True}, r"logits_soft_cap.*True \(bool\)", ArgumentTypeError),
+    ({"rope_scale": 0.0}, r"rope_scale must be > 0.*0\.0"),
+    ({"rope_scale": INF}, "rope_scale must be finite.*inf"),
+    ({"rope_theta": -1e4}, r"rope_theta must be > 0.*-10000\.0"),
+    ({"rope_theta": NAN}, "rope_theta.*nan"),
+    ({"k_scale": NAN}, "k_scale must be finite.*nan"),
+    ({"v_scale": -INF}, "v_scale must be finite.*-inf"),
+    ({"v_scale": torch.tensor(NAN)}, "v_scale must be finite.*nan"),
+    ({"enable_pdl": 1}, r"enable_pdl must be True or False.*1 \(int\)", ArgumentTypeError),
+    ({"return_lse": 1}, "return_lse must be True or False", ArgumentTypeError),
+    ({"window_left": -1.0}, "window_left must be an int", ArgumentTypeError),
+    ({"sm_scale": False}, "sm_scale must be a number", ArgumentTypeError),
+    ({"rope_theta": True}, "rope_theta must be a number", ArgumentTypeError),
+    ({"k_scale": True}, "k_scale must be a number", ArgumentTypeError),
+    *(({"backend": x}, f"backend must be one of {KNOWN}", LayoutError) for x in UNKNOWN),
+]
+BAD: dict[str, list[Row]] = {  # by entry: what changes, the message, and the error if no ArgumentError
     "single prefill": [
+        *SINGLE,
+        ({"q": Q[0]}, r"q must have shape \[qo_len, num_qo_heads,.*\(4, 64\)"),
+        ({"q": Q[:, :0]}, "num_qo_heads 0"),
+        ({"q": Q.to(E4M3)}, "k and v must have dtype float8_e4m3fn.*got bfloat16"),
+        ({"q": Q[..., :15], **kv(32, 2, 15), "pos_encoding_mode": "ROPE_LLAMA"}, "ROPE_LLAMA.*even head dimension.*15"),
+        (
+            {"k": K[:1, 0].expand(2**31, 2, 64), "v": K[:1, 0].expand(2**31, 2, 64)},
+            "at most 1073741824 tok.*2147483648",
+        ),
+        ({"q": Q[:1].expand(2**30, 4, 64)}, "q must have at most 1073741824 rows.*1073741824 x 4"),
+        ({"causal": 1}, "causal must be True or False", ArgumentTypeError),
+        ({"causal": 0.0}, "causal must be True or False", ArgumentTypeError),
+        ({"use_fp16_qk_reduction": 0}, "use_fp16_qk_reduction must be True or False", ArgumentTypeError),
+        ({"o_dtype": torch.float64}, "o_dtype.*float16.*got float64"),
+        ({"out": INFERENCE[0]}, "^out is written and must not be an inference tensor"),
+        ({"lse": INFERENCE[1], "return_lse": True}, "^lse is written and must not be an inference tensor"),
+        ({"out": halves(8, 4, 128)[..., ::2]}, r"out must have stride 1.*\(512, 128, 2\)"),
+        ({"lse": torch.zeros(4, 8).T}, r"lse must be contiguous.*\(1, 8\)"),
         ({"backend": "fa2"}, 'fa2 refuses cpu tensors.* backend="reference"', NotSupported),
         ({"backend": "fa4"}, 'fa4 refuses cpu tensors.* backend="reference"', NotSupported),
         ({"backend": "cudnn"}, "cudnn refuses.* not part of this library", NotSupported),
-        *(({"backend": x}, f"backend must be one of {KNOWN}", LayoutError) for x in UNKNOWN),
     ],
-    "single decode": [({"backend": x}, f"backend must be one of {KNOWN}", LayoutError) for x in UNKNOWN],
+    "single decode": [
+        *SINGLE,
+        ({"q": Q[:1]}, r"q must have shape \[num_qo_heads, head_dim\].*\(1, 4, 64\)"),
+        ({"q_scale": INF}, "q_scale must be finite.*inf"),
+    ],
     "trtllm context": [
         ({"query": randn(7, 4, 64)}, "cum_seq_lens_q must stay within 0..7"),
         ({"kv_cache": K}, "kv_cache as one tensor must have shape"),
@@ -89,6 +157,7 @@ BAD: dict[str, list[tuple[Any, ...]]] = {  # by entry: what changes, the message
     "xqa": [
         ({"query": randn(2, 4, 64).half()}, "k and v must have dtype float16"),
         ({"o_scale": torch.ones(1)}, "o_scale must be a number", ArgumentTypeError),
+        *(({"enable_pdl": one}, "enable_pdl must be True or False", ArgumentTypeError) for one in (1, 1.0)),
         ({"workspace_buffer": WIDE[:, 0]}, "workspace_buffer must be contiguous"),
         ({"backend": "fa2"}, "fa2 refuses cpu tensors", NotSupported),
         ({"backend": "xqa"}, "xqa refuses cpu tensors", NotSupported),
@@ -224,12 +293,10 @@ BAD: dict[str, list[tuple[Any, ...]]] = {  # by entry: what changes, the message
 @pytest.mark.parametrize("name", BAD)
 def test_errors_name_the_argument(name: str) -> None:
     entry = (ENTRIES | NEW_RESULTS)[name]
-    call, given = entry.begin(entry.tensors), {name: x.clone() for name, x in entry.tensors.items()}
-    call(given)
-    for changes, message, *error in BAD[name]:
-        with pytest.raises(error[0] if error else ArgumentError, match=message):
-            call({**given, **changes})
-    call(given)
+    for row in BAD[name]:
+        for place in places(row):
+            with place:
+                assert_refused(entry.begin(entry.tensors), entry, row)
 
 
 @pytest.mark.parametrize("axis", range(4))

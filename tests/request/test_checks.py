@@ -13,12 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from cute_attn import ArgumentError, append_paged_kv_cache, single_prefill_with_kv_cache
+from cute_attn import (
+    ArgumentError,
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    NotSupported,
+    append_paged_kv_cache,
+    single_prefill_with_kv_cache,
+)
 from cute_attn.request import checks, operands
 from tests.support.batch_case import BatchCase, decode, make, paged, plan_arguments, ragged, wrapper
-from tests.support.entry_points import ints
-from tests.support.error_rows import FLOAT, HALF, prefill_arguments, with_grad, zeros
+from tests.support.entry_points import ENTRIES, ints, randn
 
+SINGLE = {name: ENTRIES["single prefill"].tensors[name] for name in "qkv"}
 CASES = [paged((3, 1), (9, 5), page_size=4), ragged((3, 1), (9, 5)), decode((9, 5), page_size=4)]
 IDS = ["paged", "ragged", "decode"]
 
@@ -46,6 +52,29 @@ def test_arrays_of_a_plan(case: BatchCase, change: Any, message: str) -> None:
         if isinstance(value, torch.Tensor):
             with pytest.raises(ArgumentError, match=f"^{name} {message}"):
                 wrapper(case).plan(**{**arguments, name: change(value)})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda attention, q: torch.vmap(attention)(torch.stack((q, q))),
+        lambda attention, q: torch.func.grad(attention)(q),
+        lambda attention, q: attention(torch.nested.nested_tensor([q, q[:2]])),
+    ],
+    ids=["vmap", "grad", "nested"],
+)
+def test_tensors_of_transforms(call: Any) -> None:
+    with pytest.raises((ArgumentError, NotSupported), match=r"\bq\b"):
+        call(lambda q: single_prefill_with_kv_cache(**SINGLE | {"q": q}), SINGLE["q"])
+
+
+def test_names_are_those_of_the_call() -> None:
+    made = BatchDecodeWithSharedPrefixPagedKVCacheWrapper(torch.zeros(1 << 16, dtype=torch.uint8))
+    with pytest.raises(ArgumentError, match=r"^unique_kv_last_page_len must"):
+        made.begin_forward(ints(0, 1, 2), ints(0, 1), ints(16, 99), 4, 2, 64, 16)
+    error = ArgumentError("out must not run out of q_len; q_len_per_req and x.q_len are others")
+    checks.rename(error, {"out": "output", "q_len": "rows"})
+    assert str(error) == "output must not run out of rows; q_len_per_req and x.q_len are others"
 
 
 @pytest.mark.parametrize(
@@ -110,16 +139,20 @@ def test_keys_and_values_that_alternate() -> None:
 # ---- what only concerns memory that a GPU reads
 
 
+def halves(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.float16)
+
+
 @pytest.mark.parametrize(
     ("tensor", "aligned"),
     [
-        (zeros(7, 2, 16), True),
-        (zeros(7, 2, 24)[..., 8:], True),
-        (zeros(7, 2, 24)[..., 4:20], False),  # address
-        (zeros(7, 2, 20)[..., :16], False),  # head stride
-        (torch.as_strided(zeros(500), (7, 2, 16), (36, 16, 1)), False),  # token stride
-        (torch.as_strided(zeros(500), (1, 2, 16), (3, 16, 1)), True),  # an axis of 1 has no step
-        (torch.as_strided(zeros(500), (7, 1, 16), (16, 3, 1)), True),
+        (halves(7, 2, 16), True),
+        (halves(7, 2, 24)[..., 8:], True),
+        (halves(7, 2, 24)[..., 4:20], False),  # address
+        (halves(7, 2, 20)[..., :16], False),  # head stride
+        (torch.as_strided(halves(500), (7, 2, 16), (36, 16, 1)), False),  # token stride
+        (torch.as_strided(halves(500), (1, 2, 16), (3, 16, 1)), True),  # an axis of 1 has no step
+        (torch.as_strided(halves(500), (7, 1, 16), (16, 3, 1)), True),
     ],
 )
 def test_alignment_of_rows(tensor: torch.Tensor, aligned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +176,7 @@ def _readable(v: torch.Tensor) -> None:
 
 
 def test_gradients_are_no_matter_without_grad_mode() -> None:
-    arguments = {**prefill_arguments(), "q": with_grad(3, 4, 16), "sinks": with_grad(4, dtype=FLOAT)}
+    arguments = {**SINGLE, "q": randn(8, 4, 64).requires_grad_(), "sinks": torch.zeros(4, requires_grad=True)}
     with torch.no_grad():
         assert not single_prefill_with_kv_cache(**arguments).requires_grad
     with torch.inference_mode():
@@ -161,14 +194,14 @@ def test_gradients_are_no_matter_without_grad_mode() -> None:
         {"sm_scale": 0},
         {"logits_soft_cap": -1.0},
         {"k_scale": torch.tensor(0.5)},
-        {"v_scale": torch.ones(1, 1, dtype=HALF)},
-        {"sinks": zeros(8)[::2]},
-        {"sinks": zeros(4, dtype=torch.bfloat16)},
-        {"k": zeros(7, 1, 16).expand(7, 2, 16)},
-        {"v": zeros(7, 2, 9)},
-        {"packed_custom_mask": zeros(6, dtype=torch.uint8)[::2]},
+        {"v_scale": torch.ones(1, 1).half()},
+        {"sinks": torch.zeros(8)[::2]},
+        {"sinks": torch.zeros(4).bfloat16()},
+        {"k": randn(32, 1, 64).expand(32, 2, 64)},
+        {"v": randn(32, 2, 9)},
+        {"packed_custom_mask": torch.ones(64, dtype=torch.uint8)[::2]},
     ],
     ids=lambda arguments: "-".join(arguments),
 )
 def test_accepted(arguments: dict[str, Any]) -> None:
-    assert torch.isfinite(single_prefill_with_kv_cache(**{**prefill_arguments(), **arguments})).all()
+    assert torch.isfinite(single_prefill_with_kv_cache(**{**SINGLE, **arguments})).all()

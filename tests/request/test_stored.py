@@ -1,5 +1,6 @@
 """What no call takes for a tensor, in first and repeated calls alike: what is none, other devices, dtypes, axes and
-sizes, one that wants derivatives, one whose memory does not hold its values, and to write, one that overlaps itself.
+sizes, one that wants derivatives, one whose memory does not hold its values or is off alignment, and to write, one that
+overlaps itself.
 
 Most entries replay repeated calls (`calls.replay`). These check every call in full: "single prefill, mask", "trtllm,
 lse by heads", the low level form of xqa, and all of `entry_points.OTHERS`; all entries do while forward-mode AD is on.
@@ -17,8 +18,9 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.request import operands
 from perf.pretended_gpu import NullDriver
-from tests.support.entry_points import E4M3, ENTRIES, NEW_RESULTS, OTHER_NAMES
+from tests.support.entry_points import E4M3, ENTRIES, NEW_RESULTS, OTHER_NAMES, OTHERS
 from tests.support.launch_corpus import pretended
 
 
@@ -35,7 +37,15 @@ class Wrong(NamedTuple):
 
 BY_TORCH = ("dequantise pages", "concat", "merge")  # whose operations take tangents
 UNREAD = {("trtllm fmha, pages", "cum_seq_lens_kv"), ("trtllm context", "cum_seq_lens_kv")}
+ALIGNED = r"[kv]( of kv_cache)?|(the |kv_|[kv]_|ckv_|kpe_)cache|key|value|out(put)?|ckv_scale_arr|bidirectional_ranges"
 SCRATCH, OVERLAPPING = "workspace_buffer|semaphores", "overlapping itself"
+
+
+def off_alignment(x: torch.Tensor) -> torch.Tensor:
+    """The same values, 4 bytes behind a multiple of 16."""
+    return torch.zeros(x.nbytes + 4, dtype=torch.uint8)[4:].view(x.dtype).view(x.shape).copy_(x)
+
+
 WRONG = {
     "no tensor": Wrong(lambda x: "x", "^NAME must .*got 'x'|^the positional arguments .* must be scale_q, scale_k"),
     "another device": Wrong(lambda x: x.to("meta"), "NAME.*meta"),
@@ -70,6 +80,9 @@ WRONG = {
     # torch has no sparse tensors of 8-bit floats
     "a sparse tensor": Wrong(
         torch.Tensor.to_sparse, "^NAME must .*(be a strided tensor|at equal distances)", of=lambda x: x.dtype != E4M3
+    ),
+    "off alignment": Wrong(
+        off_alignment, "^NAME must (start at a multiple of (8|16) bytes|be 8-byte aligned)", f"(?!({ALIGNED})$).*"
     ),
     # of what is written
     OVERLAPPING: Wrong(
@@ -110,11 +123,13 @@ def test_functions_without_outputs(entry: str) -> None:
     call(given)
     wanted = ("derivatives", "a tangent") if "merge" in entry else ()  # which torch's operations take
     for name in given:
-        assert_refused(call, given, name, OVERLAPPING, "another device", "half as wide", *wanted)
+        assert_refused(call, given, name, OVERLAPPING, "another device", "half as wide", "off alignment", *wanted)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_first_and_repeated_calls(entry: str) -> None:
+def test_first_and_repeated_calls(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
+    but = ["a tangent"] * (entry in BY_TORCH) + ["off alignment"] * (entry in OTHERS)
     with pretended(NullDriver()):
         call, given = ENTRIES[entry].begin(ENTRIES[entry].tensors, "auto"), dict(ENTRIES[entry].tensors)
         for calls in (0, 3):
@@ -122,5 +137,6 @@ def test_first_and_repeated_calls(entry: str) -> None:
                 call(given)
             for name in given.keys() - {*ENTRIES[entry].planned}:
                 if (entry, name) not in UNREAD:
-                    read = name not in ENTRIES[entry].written
-                    assert_refused(call, given, name, *["a tangent"] * (entry in BY_TORCH), *[OVERLAPPING] * read)
+                    assert_refused(call, given, name, *but, *[OVERLAPPING] * (name not in ENTRIES[entry].written))
+            for name in given.keys() & {"q", "query", "q_nope", "q_pe"}:
+                call({**given, name: off_alignment(given[name])})  # is copied

@@ -145,15 +145,20 @@ SINGLE = {
 # ---- batches with a plan
 
 SIZES = (HEADS, KV_HEADS, DIM)
+SIZES_OF_PREFILL = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim_qk"), SIZES, strict=True))
+SIZES_OF_OTHERS = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim"), SIZES, strict=True))
 WORKSPACE = {"the workspace": zeros(WORKSPACE_BYTES)}
 INDICES = {"kv_indices": torch.arange(PAGE_INDPTR[-1], dtype=I32)}
 MASK = {"packed_mask": zeros(2 + 10)}  # 3 x 4 and 5 x 16 bits
 
 
 class Planned(NamedTuple):
-    """Runs of a wrapper. `kept`: names of what its plan has already; `paged`: k and v are one argument."""
+    """Runs of a wrapper. `planned`: arguments of its plan; `kept`: names of what that has already; `paged`: k and v are
+    one argument.
+    """
 
     made: Any
+    planned: dict[str, Any]
     kept: tuple[str, ...]
     paged: bool
     options: dict[str, Any]
@@ -184,21 +189,23 @@ def mask_of(given: Tensors) -> dict[str, Any]:
     return {"packed_custom_mask": given["packed_mask"]} if "packed_mask" in given else {}
 
 
-def plan_paged(made: Any, given: Tensors, **changes: Any) -> None:
-    """Plan a paged prefill batch."""
-    where = ints(*QO_INDPTR), ints(*PAGE_INDPTR), given["kv_indices"], ints(*LAST_PAGE_LEN)
-    made.plan(*where, *SIZES, PAGE, **{**types_of(given), **mask_of(given), **changes})
+def plan_paged(given: Tensors) -> dict[str, Any]:
+    """Return the plan of a paged prefill batch."""
+    pages = {"paged_kv_indptr": ints(*PAGE_INDPTR), "paged_kv_indices": given["kv_indices"]}
+    where = {"qo_indptr": ints(*QO_INDPTR), **pages, "paged_kv_last_page_len": ints(*LAST_PAGE_LEN)}
+    return {**where, **SIZES_OF_PREFILL, "page_size": PAGE, **types_of(given), **mask_of(given)}
 
 
-def plan_ragged(made: Any, given: Tensors, **changes: Any) -> None:
-    """Plan a ragged prefill batch."""
-    made.plan(ints(*QO_INDPTR), ints(*KV_INDPTR), *SIZES, **{**types_of(given), **mask_of(given), **changes})
+def plan_ragged(given: Tensors) -> dict[str, Any]:
+    """Return the plan of a ragged prefill batch."""
+    where = {"qo_indptr": ints(*QO_INDPTR), "kv_indptr": ints(*KV_INDPTR)}
+    return {**where, **SIZES_OF_PREFILL, **types_of(given), **mask_of(given)}
 
 
-def plan_decode(made: Any, given: Tensors, **changes: Any) -> None:
-    """Plan a decode batch."""
-    where = ints(*PAGE_INDPTR), given["kv_indices"], ints(*LAST_PAGE_LEN)
-    made.plan(*where, *SIZES, PAGE, **{**types_of(given), **changes})
+def plan_decode(given: Tensors) -> dict[str, Any]:
+    """Return the plan of a decode batch."""
+    where = {"indptr": ints(*PAGE_INDPTR), "indices": given["kv_indices"], "last_page_len": ints(*LAST_PAGE_LEN)}
+    return {**where, **SIZES_OF_OTHERS, "page_size": PAGE, **types_of(given)}
 
 
 KEPT = ("the workspace", SCHEDULE, "kv_indices", "packed_mask")
@@ -208,7 +215,7 @@ GRAPH = {"paged_kv_indptr_buf": ints(0, 0, 0), "paged_kv_last_page_len_buf": int
 def batch(
     given: dict[str, torch.Tensor],
     wrapper: Callable[..., Any],
-    plan: Callable[..., None],
+    plan: Callable[[Tensors], dict[str, Any]],
     buffers: Mapping[str, str] | None = None,
     paged: bool = True,
     **options: Any,
@@ -222,8 +229,9 @@ def batch(
             chosen |= {"use_cuda_graph": True} | {word: given[name] for name, word in buffers.items()}
         made = wrapper(given["the workspace"], **{**chosen, **changes.get("__init__", {})})
         apart = {name: given[name].clone() for name in buffers or () if name in KEPT}
-        plan(made, {**given, **apart}, **changes.get("plan", {}))
-        return Planned(made, kept, paged, options)
+        arguments = {**plan({**given, **apart}), **changes.get("plan", {})}
+        made.plan(**arguments)
+        return Planned(made, arguments, kept, paged, options)
 
     planned = tuple(name for name in kept if name == SCHEDULE or name in given)
     return Entry(given, begin, planned=planned)
@@ -274,26 +282,28 @@ def mixed_wrapper(workspace: torch.Tensor, **options: Any) -> Any:
     return cute_attn.BatchAttention(**{"device": workspace.device, **options})
 
 
-def plan_mixed(made: Any, given: Tensors, **changes: Any) -> None:
-    """Plan a mixed batch."""
-    arrays = ints(*QO_INDPTR), ints(*PAGE_INDPTR), given["kv_indices"], ints(*KV_LENS)
-    made.plan(*arrays, *SIZES, DIM, PAGE, **{**types_of(given), **changes})
+def plan_mixed(given: Tensors) -> dict[str, Any]:
+    """Return the plan of a mixed batch."""
+    arrays = {"qo_indptr": ints(*QO_INDPTR), "kv_indptr": ints(*PAGE_INDPTR), "kv_indices": given["kv_indices"]}
+    sizes = {**SIZES_OF_PREFILL, "head_dim_vo": DIM, "page_size": PAGE}
+    return {**arrays, "kv_len_arr": ints(*KV_LENS), **sizes, **types_of(given)}
 
 
-def plan_blocks(made: Any, given: Tensors, **changes: Any) -> None:
-    """Plan 2 x 2 blocks."""
-    matrix = (ROWS, KEYS, ROWS // 2, KEYS // 2)
+def plan_blocks(given: Tensors) -> dict[str, Any]:
+    """Return the plan of 2 x 2 blocks."""
+    where = {"indptr": ints(0, 1, 3), "indices": given["kv_indices"]}
+    matrix = {"M": ROWS, "N": KEYS, "R": ROWS // 2, "C": KEYS // 2}
     options = {**types_of(given), "o_data_type": BF16, "packed_mask": given.get("packed_mask")}
-    made.plan(ints(0, 1, 3), given["kv_indices"], *matrix, *SIZES, **{**options, **changes})
+    return {**where, **matrix, **SIZES_OF_OTHERS, **options}
 
 
-def plan_variable(made: Any, given: Tensors, **changes: Any) -> None:
-    """Plan 2 x 2 blocks for every kv head."""
+def plan_variable(given: Tensors) -> dict[str, Any]:
+    """Return the plan of 2 x 2 blocks for every kv head."""
     kv_heads = given["k"].shape[0]
     rows, columns = (ints(*x).expand(kv_heads, 2) for x in ((3, 5), (16, 16)))
     blocks = {"block_mask_map": ints(1).bool().expand(kv_heads, 2, 2), "block_row_sz": rows}
     sizes = {"block_col_sz": columns, "num_qo_heads": given["q"].shape[0], "num_kv_heads": kv_heads, "head_dim": DIM}
-    made.plan(**{**blocks, **sizes, **types_of(given), **changes})
+    return {**blocks, **sizes, **types_of(given)}
 
 
 def by_heads(num_kv_heads: int) -> dict[str, torch.Tensor]:
@@ -305,6 +315,7 @@ def by_heads(num_kv_heads: int) -> dict[str, torch.Tensor]:
 
 PAGED, RAGGED = cute_attn.BatchPrefillWithPagedKVCacheWrapper, cute_attn.BatchPrefillWithRaggedKVCacheWrapper
 STEPS, BLOCKS = cute_attn.BatchDecodeWithPagedKVCacheWrapper, cute_attn.BlockSparseAttentionWrapper
+VARIABLE_BLOCKS = cute_attn.VariableBlockSparseAttentionWrapper
 BLOCKS_OF_2 = operands(KEYS) | outputs() | WORKSPACE | {"kv_indices": ints(0, 0, 1)}
 COLUMNS = {"lse": zeros(HEADS, ROWS, dtype=F32)}
 
@@ -357,12 +368,8 @@ BATCHES = {
     "blocks, head scales": batch(
         BLOCKS_OF_2 | operands(KEYS, dtype=E4M3) | HEAD_SCALES, BLOCKS, plan_blocks, paged=False
     ),
-    "variable blocks": batch(
-        by_heads(HEADS), cute_attn.VariableBlockSparseAttentionWrapper, plan_variable, paged=False
-    ),
-    "variable blocks, grouped": batch(
-        by_heads(KV_HEADS), cute_attn.VariableBlockSparseAttentionWrapper, plan_variable, paged=False
-    ),
+    "variable blocks": batch(by_heads(HEADS), VARIABLE_BLOCKS, plan_variable, paged=False),
+    "variable blocks, grouped": batch(by_heads(KV_HEADS), VARIABLE_BLOCKS, plan_variable, paged=False),
 }
 
 # ---- batches without a plan

@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from cute_attn import (
-    ArgumentError,
-    ArgumentTypeError,
     BatchAttention,
-    LayoutError,
-    NotPlannedError,
-    NotSupported,
 )
 from tests.support.batch_case import BatchInputs, heads, make, paged
 from tests.support.dense_attention import EVERYWHERE, assert_near
@@ -72,49 +67,3 @@ def test_bfloat16_is_the_default_and_k_and_v_may_differ_in_strides() -> None:
     out, lse = wrapper.run(inputs.q, (k, torch.stack((k, v), 1)[:, 1]))
     assert_near(out, lse, expected(inputs, dtype="bfloat16"))
     assert wrapper.float_workspace_buffer.device == inputs.q.device
-
-
-BAD: list[tuple[int, Any, str, type]] = [
-    (
-        3,
-        torch.tensor([33, 12, 5, 1, 8]),
-        "kv_len_arr must be within 0..0, .*pages; request 3 has 1",
-        ArgumentError,
-    ),
-    (
-        3,
-        torch.tensor([49, 12, 5, 0, 8]),
-        "kv_len_arr must be within 0..48, .*pages; request 0 has 49",
-        ArgumentError,
-    ),
-    (3, torch.tensor([-1, 12, 5, 0, 8]), "kv_len_arr must be within 0..48, .*; request . has -1", ArgumentError),
-    (3, KV_LEN[:4], r"kv_len_arr must have shape \[batch_size\]", ArgumentError),
-    (3, KV_LEN.float(), "kv_len_arr must have dtype int32 or int64", ArgumentError),
-    (3, CASE.kv_lens, "kv_len_arr must be a torch.Tensor", ArgumentTypeError),
-    (0, torch.tensor([0, 1, 13]), "qo_indptr and kv_indptr must both have batch_size", ArgumentError),
-    (5, 3, "num_qo_heads", ArgumentError),
-]
-
-
-@pytest.mark.parametrize(("place", "value", "message", "error"), BAD)
-def test_bad_plans_are_named(place: int, value: Any, message: str, error: type) -> None:
-    arguments = plan_arguments(make(CASE))
-    arguments[place] = value
-    with pytest.raises(error, match=message):
-        made(REFERENCE).plan(*arguments)
-
-
-def test_bad_calls_are_named() -> None:
-    inputs = make(dataclasses.replace(CASE, dtype="bfloat16"))
-    with pytest.raises(LayoutError, match="kv_layout must be one of"):
-        BatchAttention("HDN", "cpu")
-    wrapper = made(REFERENCE)
-    with pytest.raises(NotPlannedError, match=r"BatchAttention.plan\(\) must come before run"):
-        wrapper.run(inputs.q, *inputs.kv)
-    wrapper.plan(*plan_arguments(inputs))
-    with pytest.raises(ArgumentError, match=r"logits_soft_cap of run\(\) must be 0 or the planned 0.0, got 30.0"):
-        wrapper.run(inputs.q, *inputs.kv, logits_soft_cap=30.0)
-    with pytest.raises(NotSupported, match="refuses profiler_buffer"):
-        wrapper.run(inputs.q, *inputs.kv, profiler_buffer=torch.zeros(8))
-    with pytest.raises(LayoutError, match="variant must be one of 'independent'"):
-        wrapper.prewarm_paged_kv_stride_variant("equal")

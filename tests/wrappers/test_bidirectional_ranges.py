@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cute_attn import (
-    ArgumentError,
     BatchPrefillWithCausalBidirectionalRangesWrapper,
     NotSupported,
     emulator,
@@ -188,19 +187,3 @@ def test_other_backends_refuse_with_a_reason() -> None:
         pytest.raises(NotSupported, match="its warps take the last tile of keys"),
     ):
         planned(case, make(case.batch), made(case, "cpu", "emulator"))
-
-
-RANGES = torch.zeros(108, 2, dtype=torch.int32)
-WRONG_RUNS = {
-    "stride": ((RANGES.t().contiguous().t(),), ArgumentError, "bidirectional_ranges must be contiguous"),
-    "alignment": ((torch.zeros(217, dtype=torch.int32)[1:].view(108, 2),), ArgumentError, "8-byte aligned"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_RUNS)
-def test_wrong_ranges_are_refused(name: str) -> None:
-    arguments, error, message = WRONG_RUNS[name]
-    case, inputs = CASES["plain"], make(PLAIN)
-    wrapper = planned(case, inputs, made(case, "cpu"))
-    with pytest.raises(error, match=message):
-        wrapper.run(inputs.q, *inputs.kv, *arguments)

@@ -12,11 +12,7 @@ import torch
 
 import cute_attn
 from cute_attn import (
-    ArgumentError,
-    ArgumentTypeError,
     BlockSparseAttentionWrapper,
-    NotPlannedError,
-    NotSupported,
     VariableBlockSparseAttentionWrapper,
 )
 from tests.support.dense_attention import EVERYWHERE, assert_near, attention, random
@@ -198,81 +194,6 @@ def test_no_rows_no_columns_and_no_blocks() -> None:
         out, lse = wrapper.run(random(1, rows, DIM), *(random(1, columns, DIM) for _ in range(2)), return_lse=True)
         assert out.shape == (1, rows, DIM)
         assert bool((lse == -torch.inf).all()) == (columns == 0 or rows == 0)
-
-
-# ---- errors
-
-GOOD: dict[str, Any] = {"indptr": torch.tensor([0, 1, 3]), "indices": torch.tensor([0, 0, 1]), "M": 8, "N": 12, "R": 4}
-GOOD |= {"C": 6, "num_qo_heads": 2, "num_kv_heads": 1, "head_dim": DIM}
-BAD: list[tuple[dict[str, Any], str, type]] = [
-    ({"N": 13}, "N must be a multiple of C, got N=13 and C=6", ArgumentError),
-    ({"M": 9}, r"indptr must have ceil\(M / R\) \+ 1 = 4 elements", ArgumentError),
-    ({"R": 0}, "R must be at least 1, got 0", ArgumentError),
-    ({"indices": torch.tensor([0, 0, 2])}, r"indices must be within 0..1 .*, got 0..2", ArgumentError),
-    ({"indices": torch.tensor([0, -1, 1])}, r"indices must be within 0", ArgumentError),
-    ({"indices": torch.tensor([0, 1])}, "indices must have the 3 entries that indptr counts, got 2", ArgumentError),
-    ({"indices": None}, "indices must be a torch.Tensor", ArgumentTypeError),
-    ({"indptr": torch.tensor([0, 2, 1])}, "indptr must not decrease", ArgumentError),
-    ({"mask": torch.ones(3, 4, 5, dtype=torch.bool)}, r"mask must be a bool tensor of shape", ArgumentError),
-    ({"mask": torch.ones(3, 5, 6, dtype=torch.bool)}, r"mask must .* \[blocks, R, C\] = \[3, 4, 6\]", ArgumentError),
-    ({"mask": torch.ones(3, 4, 6)}, "mask must be a bool tensor", ArgumentError),
-    (
-        {"packed_mask": torch.ones(3, dtype=torch.uint8)},
-        r"^packed_mask must have \d+ bytes.*segment_packbits.*got 3",
-        ArgumentError,
-    ),
-    ({"causal": 1}, "causal must be True or False", ArgumentTypeError),
-    ({"pos_encoding_mode": "ALIBI"}, "block-sparse attention refuses pos_encoding_mode='ALIBI'", NotSupported),
-    (
-        {"block_mask": torch.ones(1, 2, 2)},
-        "refuses block_mask=a float32 tensor of shape \\(1, 2, 2\\) on cpu: .* Instead: indptr and indices",
-        NotSupported,
-    ),
-    ({"kv_splits": "auto"}, "refuses kv_splits='auto': it belongs", NotSupported),
-]
-
-
-@pytest.mark.parametrize(("changed", "message", "error"), BAD)
-def test_bad_plans_are_named_and_leave_the_plan(changed: dict[str, Any], message: str, error: type) -> None:
-    wrapper = BlockSparseAttentionWrapper(torch.zeros(1 << 16))
-    q, k, v = operands(8, 12, (2, 1), "cpu")
-    with pytest.raises(NotPlannedError):
-        wrapper.run(q, k, v)
-    wrapper.plan(**GOOD)
-    before = wrapper.run(q, k, v)
-    with pytest.raises(error, match=message):
-        wrapper.plan(**{**GOOD, **changed})
-    assert torch.equal(wrapper.run(q, k, v), before)
-    with pytest.raises(ArgumentError, match=r"k must have shape \[N, num_kv_heads, head_dim\] = \[12"):
-        wrapper.run(q, k[:6], v)
-
-
-BAD_VARIABLE: list[tuple[int, Any, str, type]] = [
-    (0, torch.ones(2, 2, 2), "block_mask_map must have shape", ArgumentError),
-    (
-        1,
-        torch.tensor([[3, 5], [4, 5]]),
-        "block_row_sz must have the same sum for every kv head, got 8 and 9",
-        ArgumentError,
-    ),
-    (1, torch.tensor([[9, -1], [4, 4]]), "block_row_sz must not be negative, got -1", ArgumentError),
-    (2, torch.tensor([[3, 5, 4]]), r"block_col_sz must have shape .* = \[2, blocks\]", ArgumentError),
-    (2, torch.rand(2, 3), "block_col_sz must have dtype int32 or int64", ArgumentError),
-    (3, 3, "num_qo_heads must be a multiple of num_kv_heads, got 3 and 2", ArgumentError),
-]
-
-
-@pytest.mark.parametrize(("index", "value", "message", "error"), BAD_VARIABLE)
-def test_bad_variable_plans_are_named(index: int, value: Any, message: str, error: type) -> None:
-    sizes = torch.tensor([[3, 5], [4, 4]]), torch.tensor([[3, 5, 4], [6, 2, 4]])
-    arguments = [torch.ones(2, 2, 3, dtype=torch.bool), *sizes, 4, 2, DIM]
-    wrapper = VariableBlockSparseAttentionWrapper(torch.zeros(1 << 16))
-    wrapper.plan(*arguments)
-    arguments[index] = value
-    with pytest.raises(error, match=message):
-        wrapper.plan(*arguments)
-    with pytest.raises(ArgumentError, match=r"q must have shape \[4, 8, head_dim\]"):
-        wrapper.run(random(2, 8, DIM), random(2, 12, DIM), random(2, 12, DIM))
 
 
 def test_a_wrapper_leaves_its_memory_with_its_last_reference() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import ArgumentError, NotSupported, emulator
+from cute_attn import NotSupported, emulator
 from cute_attn.emulator import Schedule
 from cute_attn.request import operands
 from tests.support.batch_case import UNEVEN, BatchCase, call, decode, dims, heads, make, paged, ragged
@@ -136,22 +136,6 @@ def test_other_kernels_refuse(kernels: str) -> None:
         with pytest.raises(NotSupported, match="refuses k and v of an fp8 dtype or NVFP4 with rows that start at"):
             made.run(tokens.q, tuple(map(apart, tokens.caches())))
         assert_close(made.run(tokens.q, tokens.caches()), tokens.expected(128**-0.5)[0])
-
-
-def test_smaller_multiples_are_refused_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And with k and v of 16 bits rows start at multiples of 16 bytes, as before."""
-    monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
-    tokens = Tokens(Batch((1,), (33,), kv_dtype=E4M3), "cpu")
-    made, (k, v) = planned(tokens, "reference"), tokens.caches()
-    one_k, one_v = tokens.ragged()
-    for start in (4, 12):
-        with pytest.raises(ArgumentError, match="v must start at a multiple of 8 bytes"):
-            made.run(tokens.q, (apart(k), apart(v, start)))
-        with pytest.raises(ArgumentError, match="v must start at a multiple of 8 bytes"):
-            cute_attn.single_decode_with_kv_cache(tokens.q[0], one_k, apart(one_v, start))
-    wide = torch.zeros(33, 2, 132, dtype=BF16)[..., 4:]
-    with pytest.raises(ArgumentError, match="k must start at a multiple of 16 bytes"):
-        cute_attn.single_decode_with_kv_cache(tokens.q[0], wide, wide)
 
 
 def test_captured_runs(executor: Executor) -> None:

@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-import cute_attn
 from cute_attn import (
     ArgumentError,
-    ArgumentTypeError,
     BatchAttentionWithAttentionSinkWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     NotPlannedError,
-    NotSupported,
 )
 from tests.support.batch_case import BatchInputs, heads, make, paged, ragged
 from tests.support.dense_attention import EVERYWHERE, assert_near
@@ -34,10 +31,10 @@ PLAN: dict[str, Any] = {"q_data_type": torch.float16, "kv_data_type": torch.floa
 BUFFERS = "qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
 
 
-def jit_args(uri: str = "batch_prefill_attention_sink_f16_swa_False_fa2") -> tuple[Any, ...]:
+def jit_args() -> tuple[Any, ...]:
     """FlashInfer's arguments of the variant, its CUDA source aside."""
-    dtypes = torch.float16, torch.float16, torch.float16, torch.int32
-    return uri, *dtypes, 64, 64, ["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", "struct"
+    types = torch.float16, torch.float16, torch.float16, torch.int32, 64, 64, ["sink"], ["float"], ["sm_scale"]
+    return "batch_prefill_attention_sink_f16_swa_False_fa2", *types, ["double"], "AttentionSink", "struct"
 
 
 def expected(sm_scale: float, inputs: BatchInputs = INPUTS, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,46 +106,9 @@ def test_jit_args_of_the_sink_variant(kind: Any) -> None:
     assert_near(ragged.run_return_lse(inputs.q, *inputs.kv, inputs.sinks, 0.7)[0], None, expected(0.7, inputs))
 
 
-REFUSED: list[tuple[Any, Any, str, type]] = [
-    (jit_args(uri="my_attention"), None, "jit_args=.*: variants written in CUDA", NotSupported),
-    ((*jit_args()[:7], ["sink", "bias"], ["float", "half"], *jit_args()[9:]), None, "jit_args", NotSupported),
-    (jit_args()[:9], None, "jit_args", NotSupported),
-    ("batch_prefill_attention_sink", None, "jit_args", NotSupported),
-    ((*jit_args()[:7], 5, *jit_args()[8:]), None, "jit_args", NotSupported),
-    (None, {"use_sliding_window": True}, "jit_kwargs", NotSupported),
-    (jit_args(), {"variant_owns": 1}, "jit_kwargs must be a dict of use_sliding_window", ArgumentTypeError),
-    (jit_args(), {"use_sliding_window": 1}, "use_sliding_window.* must be True or False", ArgumentTypeError),
-    (jit_args(), {"pos_encoding_mode": 7}, "pos_encoding_mode.* must be at most 2, got 7", ArgumentError),
-    ((*jit_args()[:3], torch.float32, *jit_args()[4:]), None, "dtype_o of jit_args must be its dtype_q", ArgumentError),
-]
-
-
-@pytest.mark.parametrize(("args", "kwargs", "message", "error"), REFUSED)
-@pytest.mark.parametrize("wrapper", [BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper])
-def test_other_variants_are_refused(wrapper: Any, args: Any, kwargs: Any, message: str, error: type) -> None:
-    with pytest.raises(error, match=message):
-        wrapper(torch.zeros(1 << 16), jit_args=args, jit_kwargs=kwargs)
-
-
-PLANS: list[tuple[dict[str, Any], str]] = [
-    ({"q_data_type": "bfloat16"}, "q_data_type of plan.* made for, torch.float16; got torch.bfloat16"),
-    ({"kv_data_type": torch.float8_e4m3fn}, "kv_data_type of plan"),
-    ({"q_data_type": torch.zeros(2)}, "q_data_type of plan"),
-    ({"head_dim_vo": 128}, "head_dim_vo of plan.* made for, 64; got 128"),
-    ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode of plan.* 'NONE'; got 'ALIBI'"),
-]
-
-
 def test_jit_args_that_ask_for_nothing_are_accepted() -> None:
     for options in ({"jit_args": None, "jit_kwargs": {}}, {"jit_args": None, "jit_kwargs": None}):
         assert BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1 << 16), **options)._sink_variant is None
-
-
-@pytest.mark.parametrize(("changed", "message"), PLANS)
-def test_plans_agree_with_the_constructor(changed: dict[str, Any], message: str) -> None:
-    wrapper = made(REFERENCE)
-    with pytest.raises(ArgumentError, match=message):
-        wrapper.plan(*index(), *SIZES, **{**PLAN, **changed})
 
 
 def test_bad_runs_are_named() -> None:
@@ -170,20 +130,6 @@ def test_bad_runs_are_named() -> None:
     wrapper.plan(*index(), *SIZES, sm_scale=0, **PLAN)
     with pytest.raises(ArgumentError, match=r"sm_scale of plan.* must not be 0"):
         wrapper.run(*tensors, sinks, 0.2)
-
-
-def test_bad_constructors_are_named() -> None:
-    bad: list[tuple[dict[str, Any], str]] = [
-        ({"q_data_type": 16}, "q_data_type must be a torch.dtype or its name"),
-        ({"head_dim_vo": 0}, "head_dim_vo must be at least 1"),
-        ({"pos_encoding_mode": "ROPE"}, "pos_encoding_mode must be one of"),
-        ({"use_fp16_qk_reduction": 1}, "use_fp16_qk_reduction must be True or False"),
-        ({"window_left": None}, "window_left must be an int"),
-        ({"backend": "cutlass"}, "cutlass"),
-    ]
-    for changed, message in bad:
-        with pytest.raises(ValueError, match=message):
-            cute_attn.BatchAttentionWithAttentionSinkWrapper(torch.zeros(64), **changed)
 
 
 @needs_gpu
