@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_attn.emulator import settings
 from cute_attn.emulator.memory import Flags, GlobalMemory, Region
 from cute_attn.runtime.artifact import Artifact
-from cute_attn.runtime.launch import CPU, MISMATCHES, Bound, Launch, ParamBlock, ParamLayout, Settled, Value, Values
+from cute_attn.runtime.launch import MISMATCHES, Bound, Launch, ParamBlock, ParamLayout, Settled, Value, Values
 
 _memory: contextvars.ContextVar[GlobalMemory | None] = contextvars.ContextVar("emulated memory", default=None)
 
@@ -24,7 +24,7 @@ class EmulatedLaunch(Launch):
     """Launch of an artifact on CPU tensors. It must fire inside `visible`, whose memory it runs on."""
 
     def __init__(self, artifact: Artifact, *, pdl: bool) -> None:
-        self.artifact, self.pdl, self.device_index = artifact, pdl, CPU
+        self.artifact, self.pdl = artifact, pdl
         self.layout = ParamLayout(artifact.params)
 
     def bind(self, static: Mapping[str, Value], moving: Sequence[str], *groups: Sequence[str]) -> EmulatedBound:

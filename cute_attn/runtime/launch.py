@@ -52,7 +52,6 @@ class Launch:
     def __init__(self, artifact: Artifact, device_index: int, *, pdl: bool = False) -> None:
         _check_fit(artifact, archs.for_device(device_index), pdl)
         self.artifact = artifact
-        self.device_index = device_index
         self.pdl = pdl
         self.driver = load_driver()
         _check_driver(artifact, checked("cuDriverGetVersion", self.driver.cuDriverGetVersion()))

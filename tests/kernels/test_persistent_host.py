@@ -16,10 +16,10 @@ from cute_attn.emulator import using
 from cute_attn.emulator.tensormap import TensorMap, decode
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.persistent import batch as persistent_batch
-from cute_attn.kernels.host.persistent import prepared, variant
+from cute_attn.kernels.host.persistent import family as persistent_family
+from cute_attn.kernels.host.persistent import prepared
+from cute_attn.kernels.host.persistent.family import launch_of
 from cute_attn.kernels.host.persistent.prepared import TensorMaps
-from cute_attn.kernels.host.persistent.variant import launch_of
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.host.single import Scheduler, SingleRun
 from cute_attn.problem import Problem
@@ -50,14 +50,14 @@ def scheduler(target: Target, problem: Problem, sms: int = 132) -> Scheduler[Any
 def tile_of(target: Target, problem: Problem) -> Any:
     rows = problem.qo_len * problem.settings.features.num_qo_heads
     launch = launch_of(rows, 132, problem.qo_len, problem.kv_len)
-    return target.kernels.tile(problem.settings, target.arch.name, launch)
+    return target.family.tile(problem.settings, target.arch.name, launch)
 
 
 def packed(target: Target, problem: Problem, fired: list[NamedLaunch]) -> Any:
     """Parameters of the attention launch by name."""
     schedule = scheduler(target, problem)(problem.qo_len, problem.kv_len)
     gpu = Gpu(target.arch, CPU, 132)
-    kernel = prepared.PersistentKernel(target.kernels, problem.settings, schedule.tile, schedule.heads, False, gpu)
+    kernel = target.family.loaded(problem.settings, schedule.tile, schedule.heads, False, gpu)
     SingleRun(problem.settings, gpu, lambda *lengths: schedule, lambda *tile: kernel)(problem)
     return fired[0].params
 
@@ -85,7 +85,7 @@ def test_maps_of_a_single_request(target: Target) -> None:
 def test_boxes_of_pages_do_not_leave_their_page(target: Target, page_size: int, box: int, kv_layout: str) -> None:
     case = paged((1,) * 3, (40, 0, 300), page_size, kv_layout=kv_layout, cache="strided", **heads(6, 2), **dims(128))
     problem = build(case).problem
-    tile = target.kernels.tile(problem.settings._replace(causal=True), target.arch.name)
+    tile = target.family.tile(problem.settings._replace(causal=True), target.arch.name)
     k = decode(TensorMaps(problem.settings, tile, 1).k(problem.k)(problem.k.data_ptr()))
     assert page_size % box == tile.cols % box == 0
     assert k.box == (64, box, 1, 1)
@@ -144,7 +144,7 @@ def test_the_grid_covers_every_tile_once(target: Target, kv_len: int, heads: tup
 
 def test_launches(target: Target) -> None:
     (main, grid), (merge, rows) = target.family.launches(single(3, 20_000), target.arch, 132)
-    assert isinstance(main, target.kernels.spec_type)
+    assert isinstance(main, target.family.spec_type)
     assert main.split
     assert main.out_dtype == "float32"
     assert 2 < grid[0] <= 132
@@ -152,7 +152,7 @@ def test_launches(target: Target) -> None:
     assert rows == (24, 1, 1)
     assert target.family.launches(single(0), target.arch, 132) == []
     ((alone, _),) = target.family.launches(single(3000, 300, window_left=5), target.arch, 132)
-    assert isinstance(alone, target.kernels.spec_type)
+    assert isinstance(alone, target.family.spec_type)
     assert (alone.mask, alone.split, alone.out_dtype) == ("band", False, "float16")
 
 
@@ -164,7 +164,7 @@ def test_launches_of_batches(target: Target, page_size: int) -> None:
     _, ((main, grid), (merge, _)) = target.family.batch_launches(
         settings, built.lengths, built.limits, target.arch, 132
     )
-    assert isinstance(main, target.kernels.spec_type)
+    assert isinstance(main, target.family.spec_type)
     assert (main.schedule, main.kv) == ("items", "paged" if page_size else "dense")
     assert grid[0] <= 132
     assert merge == CombineSpec("float16", 64, "items")
@@ -181,12 +181,12 @@ def test_sections_of_a_batch(
 ) -> None:
     """Of as many heads as L2 holds the keys of, where there are waves enough; every tile belongs to one."""
     for name in ("SECTION_BYTES", "SHORT_SECTION_BYTES"):
-        monkeypatch.setattr(variant, name, 5 * 1024 * 2 * 64 * 2)
+        monkeypatch.setattr(persistent_family, name, 5 * 1024 * 2 * 64 * 2)
     prepared_kernel.cache_clear()
     built = build(ragged((700, 300), (kv_len, min(kv_len, 20)), **heads(16, 16)))
     plan = target.family.schedule(built.problem.settings, built.lengths, built.limits, target.arch, sms)
     prepared_kernel.cache_clear()
-    order = persistent_batch.batch_order(plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity)
+    order = persistent_family.batch_order(plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity)
     tiles, found = order[1], order[4]
     assert found == {1: 1, 5: 4, 16: 16}[resident]
     places = set()
@@ -211,8 +211,8 @@ def test_fp8_tensor_maps_and_scales(target: Target, fired: list[NamedLaunch]) ->
     assert q_map.box == (128, 4, tile.rows // 4, 1)
     assert k_map.dims == (128, 300, 2, 1)
     assert k_map.box == (128, tile.cols, 1, 1)
-    spec = target.kernels.spec(problem.settings, tile, split=False)
-    assert isinstance(spec, target.kernels.spec_type)
+    spec = target.family.spec(problem.settings, tile, split=False)
+    assert isinstance(spec, target.family.spec_type)
     assert spec.dtype == "float8_e4m3fn"
     assert spec.scores == ()  # whatever the sign of the scale: rows of q take it
     values = packed(target, problem, fired)
@@ -228,7 +228,7 @@ def test_tensor_maps_of_keys_to_be_widened(target: Target, dim: int, line: int, 
     kinds = {"dtype": "bfloat16", "kv_dtype": "float8_e5m2", "cache": "strided", **heads(6, 2), **dims(dim)}
     lengths = (1,) * 3, (40, 0, 300)
     problem = build(paged(*lengths, page_size, **kinds) if page_size else ragged(*lengths, **kinds)).problem
-    tile = target.kernels.tile(problem.settings, target.arch.name)
+    tile = target.family.tile(problem.settings, target.arch.name)
     of = TensorMaps(problem.settings, tile, 1)
     q, k = decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.k(problem.k)(problem.k.data_ptr()))
     assert (q.swizzle, k.swizzle) == (3, 0)
@@ -237,7 +237,7 @@ def test_tensor_maps_of_keys_to_be_widened(target: Target, dim: int, line: int, 
     assert k.box == (line, min(page_size or tile.cols, tile.cols), 1, 1)
     strides = problem.k.stride()
     assert k.strides[:2] == ((strides[1], strides[2]) if page_size else (strides[0], strides[1]))
-    spec = target.kernels.spec(problem.settings, tile, split=False)
+    spec = target.family.spec(problem.settings, tile, split=False)
     assert (spec.dtype, spec.kv_dtype) == ("bfloat16", "float8_e5m2")
 
 

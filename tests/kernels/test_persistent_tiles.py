@@ -18,8 +18,8 @@ from cute_attn.kernels.fa4 import tiles as fa4_tiles
 from cute_attn.kernels.fa4.default_specs import default_specs as fa4_specs
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
+from cute_attn.kernels.host.persistent.family import LAUNCHES, launch_of
 from cute_attn.kernels.host.persistent.prepared import TensorMaps
-from cute_attn.kernels.host.persistent.variant import LAUNCHES, launch_of
 from cute_attn.runtime.arch import named
 from tests.support.backend_problems import build
 from tests.support.batch_case import dims, heads, paged

@@ -11,11 +11,12 @@ import torch
 
 from cute_attn.emulator import using
 from cute_attn.kernels.formats import KV_BITS
+from cute_attn.kernels.host import gpu as gpus
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
-from cute_attn.kernels.xqa.host import prepared, variant
+from cute_attn.kernels.xqa.host import variant
 from cute_attn.kernels.xqa.host.family import FAMILY, DecodeRun
 from cute_attn.kernels.xqa.host.variant import launch_config
 from cute_attn.kernels.xqa.smem import XqaMemory
@@ -69,7 +70,7 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
         raise RuntimeError("no kernel")
 
     uploads: list[Any] = []
-    monkeypatch.setattr(prepared, "load", missing)
+    monkeypatch.setattr(gpus, "load", missing)
     monkeypatch.setattr("cute_attn.runtime.staging.Staging.upload", lambda staging, ints: uploads.append(ints))
     prepared_kernel.cache_clear()
     with pytest.raises(RuntimeError, match="no kernel"):

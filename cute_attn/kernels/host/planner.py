@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_attn.kernels.host.gpu import Gpu, load
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import Fields
 from cute_attn.kernels.plan.spec import PlanSpec
 from cute_attn.problem import BatchLimits, DeviceLengths, GraphLimits
@@ -119,8 +119,7 @@ class Planner:
             "merge_capacity": self.capacity.merges,
             "partial_capacity": min(self.capacity.partials, MAX_PRODUCT),
         }
-        launch = load(PlanSpec(), gpu.arch.name, gpu.device_index, False)
-        self.launch = launch.bind(static, LENGTH_FIELDS, MEMORY_FIELDS)
+        self.launch = gpu.loaded(PlanSpec(), enable_pdl=False).bind(static, LENGTH_FIELDS, MEMORY_FIELDS)
 
     def placed(self, lengths: DeviceLengths, staging: Staging) -> torch.Tensor:
         """Prepares a launch, and returns the device memory of the records."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, THREADS, VECTOR, AppendSpec
-from cute_attn.kernels.host.gpu import Gpu, load
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import Fields, divisor
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import short
@@ -150,7 +150,7 @@ def _launches(stored: str, slots: str, layouts: tuple[Any, ...], gpu: Gpu) -> tu
     units = [n // chosen.per_thread for n in _units(of, chosen.access)]
     nnz, heads, _ = of.rows[0].shape
     items = nnz * heads * max(units)
-    launch = load(chosen, gpu.arch.name, gpu.device_index, gpu.arch.pdl)
+    launch = gpu.loaded(chosen)
     names = {param.name for param in launch.artifact.params}
     fields: Fields = {**dict.fromkeys(names, 0), "k_units": 1, "v_units": 1, **_shared(of)}
     for i, side in enumerate(SIDES[: len(units)]):

@@ -13,7 +13,7 @@ import numpy as np
 
 from cute_attn.kernels.host.batch import BatchRun, Launched, Memory, uploaded
 from cute_attn.kernels.host.family import KernelLaunch
-from cute_attn.kernels.host.gpu import Gpu, load
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, launch_nothing, optional_tensors
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
@@ -158,11 +158,10 @@ class XqaBatchRun(BatchRun):
         gpu: Gpu,
     ) -> None:
         planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-        self.config = config = planned.config
-        super().__init__(settings, lambda settings: prepared(XqaKernel, settings, config, gpu), gpu.device_index)
-        self.staging, self.batch_size, self.gpu = staging, planned.batch_size, gpu
-        self.settings, self.limits, self.rule = settings, limits, planned.rule
-        self.page_size, self.grid = settings.page_size, planned.grid
+        super().__init__(settings, gpu)
+        self.config, self.rule, self.grid = planned.config, planned.rule, planned.grid
+        self.staging, self.limits = staging, limits
+        self.kernel(settings)
         memory, size, ints = uploaded(planned.records, limits, staging), planned.batch_size, record_ints(lengths)
         self.records, self.counters = memory[:ints], memory[ints : ints + planned.config.ctas]
         self.seq_lens, page_starts, q_indptr = (self.records[n * size :].data_ptr() for n in range(3))
@@ -170,6 +169,9 @@ class XqaBatchRun(BatchRun):
         self.request = 0, page_starts, size  # values of REQUEST_FIELDS
         if isinstance(lengths, DeviceLengths):  # the records do not have them
             self.again(lengths)
+
+    def kernel(self, settings: Settings) -> XqaKernel:
+        return prepared(XqaKernel, settings, self.config, self.gpu)
 
     def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
         """Replaces the lengths of the requests, whose number stays. Returns True, as launches are the same otherwise;
@@ -179,7 +181,7 @@ class XqaBatchRun(BatchRun):
             return None
         if isinstance(lengths, DeviceLengths):
             addresses = self.seq_lens, self.request[1], self.q_indptr
-            self.staging.write(functools.partial(write_lengths, lengths, self.page_size, addresses, self.gpu))
+            self.staging.write(functools.partial(write_lengths, lengths, self.settings.page_size, addresses, self.gpu))
             return True
         records = self.staging.reserve(record_ints(lengths))  # every launch leaves its counters at zero
         write_records(records, lengths)
@@ -208,7 +210,7 @@ def write_lengths(lengths: DeviceLengths, page_size: int, addresses: tuple[int, 
 
 def _lengths_kernel(gpu: Gpu) -> Bound:
     """Returns launches of the kernel by values of LENGTHS_FIELDS."""
-    return load(LengthsSpec(), gpu.arch.name, gpu.device_index, gpu.arch.pdl).bind({}, LENGTHS_FIELDS)
+    return gpu.loaded(LengthsSpec()).bind({}, LENGTHS_FIELDS)
 
 
 class XqaFamily:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.kernels.host.gpu import Gpu, load
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Pick, PlainStrides
 from cute_attn.kernels.host.params import UNBOUNDED, Fields
 from cute_attn.kernels.host.prepared import PLAIN, Addresses, PreparedKernel
@@ -55,7 +55,7 @@ class XqaKernel(PreparedKernel):
 
     def __init__(self, settings: Settings, config: LaunchConfig, gpu: Gpu) -> None:
         features, spec = settings.features, config.spec
-        launch = load(spec, gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
+        launch = gpu.loaded(spec, settings.enable_pdl)
         self.ahead = config.reads_ahead
         self.paged = features.kv_source == "paged"
         self.plain_strides = PlainStrides(settings, CHUNK)
