@@ -53,7 +53,7 @@ def loaded(settings: MlaSettings, qo_len: int, gpu: Gpu) -> tuple[OptionalBounds
         "lse_scale": settings.lse_scale,
     }
     launch = gpu.loaded(config.spec, settings.enable_pdl)
-    return OptionalBounds(launch, static, (ADDRESSES, STRIDES, NUMBERS), renamed={"scale0": "scale_ptr"}), config
+    return OptionalBounds(launch, static, (ADDRESSES, STRIDES, NUMBERS)), config
 
 
 def run(problem: MlaProblem, gpu: Gpu) -> Fire:
