@@ -31,9 +31,9 @@ class Tiling(Generic[T_co]):
 
     tile: T_co
     params: SchedulerParams
-    persistent_groups: int | None = None  # the most groups of CTAs of a launch; None: one per tile
     ctas: int = 1  # of a group, which share tiles
-    order: Callable[[SchedulerParams, int, int], Values] | None = None  # tile order fields, as `sections`
+    order: Callable[[SchedulerParams, int, int], Values] | None = None
+    # ^ of a persistent kernel, which has as many groups of CTAs as run at once: values of the tile order fields
 
 
 @dataclass
@@ -57,7 +57,7 @@ class BatchSchedule(Generic[T_co]):
         late = merges if limits.fixed_split_size is None else 0
         rows_per_merge = min(params.rows, max_qo_len(lengths, limits) * params.group_size)
         total = work.item_capacity * params.num_kv_heads
-        groups = total if tiling.persistent_groups is None else min(total, tiling.persistent_groups)
+        groups = min(total, params.resident_ctas) if tiling.order else total
         partial_o_bytes = params.num_kv_heads * params.rows * (params.partial_row_bytes - 4)  # without lse
         return cls(
             tiling,

@@ -14,7 +14,7 @@ from cute_attn.kernels.host.batch import BatchRun, BatchSchedule, Launched, Memo
 from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.features import batched, combine_spec
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.planner import Planner, refusal
+from cute_attn.kernels.host.planner import Planner, schedules_all
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
 from cute_attn.problem import (
@@ -135,7 +135,7 @@ class TiledFamily(Generic[T]):
         """
         if isinstance(lengths, DeviceLengths):
             tiling = self.tiling(settings, size_of(NO_LENGTHS, limits), gpu.arch, gpu.sms)
-            if refusal(tiling.params, limits) is not None:
+            if not schedules_all(tiling.params, limits):
                 return None
             planner = Planner(tiling.params, limits, settings.page_size, gpu)
             work = WorkList(0, planner.capacity.items, planner.capacity.merges, np.empty(0, np.int32))

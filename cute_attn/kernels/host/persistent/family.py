@@ -182,7 +182,7 @@ def _tiling(
         l2_section_heads=section,
         l2_kv_tokens=section_tokens(features, launch) // kv_heads,
     )
-    return Tiling(tile, params, persistent_groups=groups, ctas=tile.ctas, order=batch_order)
+    return Tiling(tile, params, tile.ctas, batch_order)
 
 
 def batch_order(params: SchedulerParams, items: int, late: int) -> Values:
