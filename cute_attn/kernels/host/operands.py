@@ -87,8 +87,6 @@ class OptionalBounds:
 
 def _pick(places: Sequence[int], masks: Sequence[int]) -> Pick:
     """Returns a function from optional tensors to addresses of those at `places`, then sizes of those at `masks`."""
-    if not places:
-        return lambda optional: ()
     if masks:
         return lambda optional: (*[optional[i].data_ptr() for i in places], *[optional[i].numel() for i in masks])
     return lambda optional: tuple([optional[i].data_ptr() for i in places])
