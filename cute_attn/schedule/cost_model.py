@@ -65,7 +65,7 @@ def num_splits(visible: np.ndarray, params: SchedulerParams, capacity: Capacity)
         cut = _best_cut(visible, params, capacity)
     if cut is None:
         return None
-    splits = -(-visible // cut.size)
+    splits = np.maximum(-(-visible // cut.size), 1)  # a tile that sees no keys is one item too
     splits[: cut.first] = 1
     return splits
 

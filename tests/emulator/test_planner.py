@@ -128,9 +128,8 @@ def test_it_refuses_what_it_cannot_count() -> None:
     longest = case([1], [1 << 20])
     graph = longest.limits.graph
     assert graph is not None
-    fixed = longest.limits._replace(fixed_split_size=64)
-    assert not schedules_all(DECODE, fixed)
-    small = longest.limits._replace(fixed_split_size=1 << 19, workspace_bytes=1000)
-    assert not schedules_all(DECODE, small)
-    many = longest.limits._replace(graph=graph._replace(batch_size=1 << 25, max_rows=1 << 25))
-    assert not schedules_all(DECODE, many)
+    many_splits, small = {"fixed_split_size": 64}, {"fixed_split_size": 1 << 19, "workspace_bytes": 1000}
+    many_items = {"graph": graph._replace(batch_size=1 << 25, max_rows=1 << 25)}
+    assert schedules_all(DECODE, longest.limits)
+    for change in (many_splits, small, many_items):
+        assert not schedules_all(DECODE, longest.limits._replace(**change))

@@ -21,7 +21,7 @@ from cute_attn.kernels.host.persistent import prepared
 from cute_attn.kernels.host.persistent.family import launch_of
 from cute_attn.kernels.host.persistent.prepared import TensorMaps
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
-from cute_attn.kernels.host.single import Scheduler, SingleRun
+from cute_attn.kernels.host.single import Scheduler
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime import counters, tensormap
@@ -55,10 +55,7 @@ def tile_of(target: Target, problem: Problem) -> Any:
 
 def packed(target: Target, problem: Problem, fired: list[NamedLaunch]) -> Any:
     """Parameters of the attention launch by name."""
-    schedule = scheduler(target, problem)(problem.qo_len, problem.kv_len)
-    gpu = Gpu(target.arch, CPU, 132)
-    kernel = target.family.loaded(problem.settings, schedule.tile, schedule.heads, False, gpu)
-    SingleRun(problem.settings, gpu, lambda *lengths: schedule, lambda *tile: kernel)(problem)
+    target.family.prepare(problem.settings, Gpu(target.arch, CPU, 132))(problem)
     return fired[0].params
 
 

@@ -26,29 +26,24 @@ from tests.support.backend_problems import build
 from tests.support.batch_case import dims, heads, paged
 from tests.support.persistent_host import TARGETS, single
 
-FA4 = TARGETS[1]
+FA3, FA4 = TARGETS
 KINDS: dict[tuple[str, str], Operands] = {  # dtype and kv_dtype of a spec, and the operands
     ("bfloat16", ""): "",
     ("float8_e4m3fn", ""): "fp8",
     ("bfloat16", "float8_e4m3fn"): "fp8_kv",
 }
-SPECS = {  # that the compile gate takes
-    "sm_90a": fa3_specs(),
-    **{arch: fa4_specs(named(arch)) for arch in fa4_tiles.ARCHS},
-}
+SPECS = {"sm_90a": fa3_specs(), **{arch: fa4_specs(named(arch)) for arch in fa4_tiles.ARCHS}}  # of the compile gate
 WINDOWS = ((-1, 1), (127, 8), (127, 1), (511, 8), (1023, 8))  # `window_left` and heads per kv head
 
 
 def tiles_of(arch: str, operands: Operands) -> list[tuple[tuple[int, int], Any]]:
     """Returns the head dims and tiles of all kinds of problems."""
-    head_dims, choose = fa3_tiles.HEAD_DIMS, fa3_tiles.choose
-    if arch != "sm_90a":
-        head_dims, choose = fa4_tiles.HEAD_DIMS, functools.partial(fa4_tiles.choose, arch)
+    tiles, family = (fa3_tiles, FA3.family) if arch == "sm_90a" else (fa4_tiles, FA4.family)
     known = itertools.product(("dense", "paged", "gathered"), (False, True), (False, True), WINDOWS, LAUNCHES)
     return [
-        (dims, choose(TileProblem(dims, kv, operands, plain, full, *window, launch)))
+        (dims, family.choose_tile(arch, TileProblem(dims, kv, operands, plain, full, *window, launch)))
         for kv, plain, full, window, launch in known
-        for dims in (FP8_HEAD_DIMS if operands == "fp8" else head_dims)
+        for dims in (FP8_HEAD_DIMS if operands == "fp8" else tiles.HEAD_DIMS)
     ]
 
 
