@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from cute_attn.kernels.combine.spec import RowsOfWarps, rows_of_warps
@@ -15,7 +14,6 @@ from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, l
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
 from cute_attn.runtime.launch import Settled, Values, current_stream
-from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import WorkList, max_qo_len
 from cute_attn.schedule.cuts import SchedulerParams
 
@@ -148,13 +146,6 @@ class BatchRun(Runner):
                 merge.fire(stream, (out, lse, *launched.partials, *pick_final(optional)), to_combine)
 
         return fire
-
-
-def uploaded(records: np.ndarray, limits: BatchLimits, staging: Staging) -> torch.Tensor:
-    """Returns device memory that will start with the records of a schedule."""
-    if limits.keeps_address:
-        staging.fix_capacity(records.size)
-    return staging.upload(records)
 
 
 def memory_of(kv_indices: torch.Tensor | None, workspace: torch.Tensor | None) -> Memory:

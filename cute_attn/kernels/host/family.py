@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cute_attn.kernels.combine.spec import rows_of_warps
-from cute_attn.kernels.host.batch import BatchRun, BatchSchedule, Launched, Memory, Tiling, uploaded
+from cute_attn.kernels.host.batch import BatchRun, BatchSchedule, Launched, Memory, Tiling
 from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.features import batched, combine_spec
 from cute_attn.kernels.host.gpu import Gpu
@@ -143,7 +143,7 @@ class TiledFamily(Generic[T]):
             records = planner.placed(lengths, staging)
         else:
             schedule = self.schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-            records = uploaded(schedule.work.ints, limits, staging)
+            records = staging.upload(schedule.work.ints, limits.keeps_address)
         return SplitKvBatchRun(self, settings, lengths, limits, staging, gpu, schedule, records)
 
     def batch_launches(
@@ -202,7 +202,7 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         same_kernel = now.tiling is before.tiling and now.merges == before.merges
         if not same_kernel:
             self._kernel(now, self.settings)  # before records are replaced: it may be missing
-        self._follow(now, uploaded(now.work.ints, self.limits, self.staging))
+        self._follow(now, self.staging.upload(now.work.ints, self.limits.keeps_address))
         return same_kernel
 
     def decided(self, memory: Memory) -> Launched:

@@ -7,6 +7,7 @@ schedule may be any that fits.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -58,9 +59,7 @@ class Layout(NamedTuple):
             4 * max_tiles,
             4 * capacity.items,
         )
-        ends: list[int] = []
-        for size in sizes:
-            ends.append(sum(ends[-1:]) + -(-size // 4) * 4)  # 16-byte alignment
+        ends = itertools.accumulate(-(-size // 4) * 4 for size in sizes)  # 16-byte alignment
         return cls(merges, merges + capacity.merges * MERGE_INTS, *ends)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cute_attn.kernels.host.batch import BatchRun, Launched, Memory, uploaded
+from cute_attn.kernels.host.batch import BatchRun, Launched, Memory
 from cute_attn.kernels.host.family import KernelLaunch
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, launch_nothing, optional_tensors
@@ -139,7 +139,7 @@ class XqaBatchRun(BatchRun):
         self.config, self.rule, self.grid = planned.config, planned.rule, planned.grid
         self.staging, self.limits = staging, limits
         self.kernel(settings)
-        memory, size = uploaded(planned.records, limits, staging), lengths.batch_size
+        memory, size = staging.upload(planned.records, limits.keeps_address), lengths.batch_size
         end = len(planned.records)
         counters = end - planned.config.ctas
         self.records, self.counters = memory[:counters], memory[counters:end]
