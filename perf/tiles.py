@@ -13,8 +13,8 @@ from cute_attn.kernels.blocks.tiles import TileProblem
 from cute_attn.kernels.fa3 import tiles
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
-from cute_attn.kernels.host.persistent import variant
-from cute_attn.kernels.host.persistent.variant import PersistentKernels
+from cute_attn.kernels.host.persistent import family
+from cute_attn.kernels.host.persistent.family import PersistentFamily
 from cute_attn.kernels.programs import program
 from cute_attn.problem import Features
 from cute_attn.runtime import artifacts
@@ -125,12 +125,12 @@ def force(trial: Trial) -> AbstractContextManager[None]:
 
     patches: list[Any] = []
     if trial.tile is not None:
-        patches.append(mock.patch.object(PersistentKernels, "tile", return_value=trial.tile))
+        patches.append(mock.patch.object(PersistentFamily, "tile", return_value=trial.tile))
     if trial.packed is not None:
-        patches.append(mock.patch.object(PersistentKernels, "heads_per_tile", heads))
+        patches.append(mock.patch.object(PersistentFamily, "heads_per_tile", heads))
     if trial.section_mib is not None:
         names = "SECTION_BYTES", "SHORT_SECTION_BYTES"
-        patches += [mock.patch.object(variant, name, trial.section_mib << 20) for name in names]
+        patches += [mock.patch.object(family, name, trial.section_mib << 20) for name in names]
     return forced(*patches)
 
 

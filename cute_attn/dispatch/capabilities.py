@@ -114,14 +114,8 @@ def counts_whole_segments(features: Features) -> bool:
     return faster is not None and faster.whole
 
 
-def _rows_classes(bits: int) -> list[int]:
-    """Return the packed query rows from which on selection may differ over k and v of so many bits per element."""
-    of_fa3 = (MANY_ROWS_OVER_FEWER_BITS,) if bits == 8 else ()
-    of_xqa = [faster.rows + 1 for (over, _), faster in XQA_FASTER.items() if over == bits]
-    return sorted({0, MANY_ROWS, *of_fa3, *of_xqa})
-
-
-ROWS_CLASSES = {bits: _rows_classes(bits) for bits in (8, 16)}  # finer ones would make plans anew instead of following
+# Packed query rows from which on selection may differ; finer ones would make plans anew instead of following.
+ROWS_CLASSES = sorted({0, MANY_ROWS, MANY_ROWS_OVER_FEWER_BITS, *(faster.rows + 1 for faster in XQA_FASTER.values())})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from cute_attn.kernels.combine.spec import CombineSpec, rows_of_warps
 from cute_attn.kernels.host.combine import FINAL_ROLES, NO_MERGES, ROW_FIELDS, STRIDE_FIELDS
-from cute_attn.kernels.host.gpu import Gpu, has_run, load
+from cute_attn.kernels.host.gpu import Gpu, has_run
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import short
 from cute_attn.request.settings import HALF
@@ -63,7 +63,7 @@ def _bound(layout: tuple[int, int, int, float], out_dtype: str, gpu: Gpu) -> Bou
     contiguous, and nothing depends on the head.
     """
     num_states, step, head_dim, lse_scale = layout
-    loaded = load(CombineSpec(out_dtype, head_dim), gpu.arch.name, gpu.device_index, gpu.arch.pdl)
+    loaded = gpu.loaded(CombineSpec(out_dtype, head_dim))
     row_bytes = head_dim * getattr(torch, out_dtype).itemsize
     static = {
         "qo_len": step,

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_attn.emulator import settings
 from cute_attn.emulator.memory import Flags, GlobalMemory, Region
 from cute_attn.runtime.artifact import Artifact
-from cute_attn.runtime.launch import CPU, MISMATCHES, Bound, Launch, ParamBlock, ParamLayout, Settled, Value, Values
+from cute_attn.runtime.launch import Bound, Launch, ParamBlock, ParamLayout, Settled, Value, Values
 
 _memory: contextvars.ContextVar[GlobalMemory | None] = contextvars.ContextVar("emulated memory", default=None)
 
@@ -24,7 +24,7 @@ class EmulatedLaunch(Launch):
     """Launch of an artifact on CPU tensors. It must fire inside `visible`, whose memory it runs on."""
 
     def __init__(self, artifact: Artifact, *, pdl: bool) -> None:
-        self.artifact, self.pdl, self.device_index = artifact, pdl, CPU
+        self.artifact, self.pdl = artifact, pdl
         self.layout = ParamLayout(artifact.params)
 
     def bind(self, static: Mapping[str, Value], moving: Sequence[str], *groups: Sequence[str]) -> EmulatedBound:
@@ -35,9 +35,7 @@ class EmulatedBound(Bound):
     """Emulated launches of one kernel."""
 
     def __init__(self, launch: EmulatedLaunch, static: Mapping[str, Value], groups: Sequence[Sequence[str]]) -> None:
-        self.artifact, self._block, self._fields = launch.artifact, ParamBlock(launch.layout), tuple(groups)
-        self._block.fill(static, groups)
-        self._writers = [self._block.writer(fields) for fields in groups]
+        self.artifact, self._block = launch.artifact, ParamBlock(launch.layout, static, groups)
         names = "symbol", "block", "cluster", "smem_bytes", "registers"
         self.description = {
             **{name: getattr(self.artifact, name) for name in names},
@@ -52,11 +50,8 @@ class EmulatedBound(Bound):
         from cute_attn.emulator.run import launch  # the machine: 50 ms that processes with a GPU do without
 
         grid, *groups = settled
-        for fields, write, values in zip(self._fields, self._writers, (moving, *groups), strict=True):
-            try:
-                write(*values)
-            except MISMATCHES as err:
-                raise self._block.mismatch(fields, values) from err
+        for write, values in zip(self._block.writers, (moving, *groups), strict=True):
+            write(values)
         start = time.perf_counter()
         ptx = self.artifact.ptx
         stats = launch(

@@ -24,10 +24,11 @@ from cute_attn.runtime import dsl
 from cute_attn.runtime.artifact import Artifact, Param
 
 _STRUCT_CODES = {"i32": "i", "i64": "q", "f32": "f", "f64": "d", "map": "128s"}
-MISMATCHES = struct.error, OverflowError, TypeError  # what a writer raises of values that do not fit
+MISMATCHES = struct.error, OverflowError, TypeError, ValueError  # of values that do not fit
 Value = int | float | bytes
 Values = tuple[Value, ...]
-Bind = Callable[[Any], Callable[..., None]]  # from a buffer to a function that stores values of some fields in it
+Write = Callable[[Values], None]
+Bind = Callable[[Any], Write]  # from a buffer to a function that stores values of some fields in it
 
 MAX_CLUSTER = 8  # CTAs that every GPU with clusters runs together; 12 and 16 were slower (docs/kernels/xqa.md)
 CPU = -1  # device index of CPU tensors, whose kernels run on the emulator
@@ -52,7 +53,6 @@ class Launch:
     def __init__(self, artifact: Artifact, device_index: int, *, pdl: bool = False) -> None:
         _check_fit(artifact, archs.for_device(device_index), pdl)
         self.artifact = artifact
-        self.device_index = device_index
         self.pdl = pdl
         self.driver = load_driver()
         _check_driver(artifact, checked("cuDriverGetVersion", self.driver.cuDriverGetVersion()))
@@ -77,13 +77,11 @@ class Bound:
         self, launch: Launch, static: Mapping[str, Value], moving: Sequence[str], groups: Sequence[Sequence[str]]
     ) -> None:
         self.artifact = launch.artifact
-        self._block, self._fields = ParamBlock(launch.layout), (moving, *groups)
-        self._block.fill(static, self._fields)
+        block = ParamBlock(launch.layout, static, (moving, *groups))
+        self._write, *self._writers = block.writers
         self._config = config = _config(launch.driver, launch.artifact, launch.pdl)
-        self._constant = (
-            *(launch.driver, launch.context, config, launch.function, self._block.address, threading.Lock()),
-        )
-        self._write, *self._writers = (self._block.writer(fields) for fields in self._fields)
+        self._block = block  # whose memory the driver reads
+        self._constant = launch.driver, launch.context, config, launch.function, block.address, threading.Lock()
         self._stream: int | None = None
         self._settled: Settled = (None,) * (1 + len(groups))  # what the latest launch has written
 
@@ -95,10 +93,7 @@ class Bound:
         with lock:
             if settled is not self._settled:
                 self._settle(settled)
-            try:
-                self._write(*moving)
-            except MISMATCHES as err:
-                raise self._block.mismatch(self._fields[0], moving) from err
+            self._write(moving)
             if stream != self._stream:
                 config.hStream = self._stream = stream
             if driver.cuCtxGetCurrent()[1] == context:
@@ -117,12 +112,8 @@ class Bound:
         if grid is not before[0]:
             config.gridDimX, config.gridDimY, config.gridDimZ = grid
         for i, write in enumerate(self._writers, 1):
-            values = settled[i]
-            if values is not before[i]:
-                try:
-                    write(*values)
-                except MISMATCHES as err:
-                    raise self._block.mismatch(self._fields[i], values) from err
+            if settled[i] is not before[i]:
+                write(settled[i])
         self._settled = settled
 
 
@@ -271,7 +262,9 @@ class ParamLayout:
         self._writers: dict[tuple[str, ...], Bind] = {}  # as many as there are sets of fields in the sources
 
     def writer(self, fields: Sequence[str]) -> Bind:
-        """Returns what makes `ParamBlock.writer` of the memory of a block."""
+        """Returns what makes of the memory of a block a function that stores values of these fields, in this order, and
+        leaves all others. It raises an ArgumentError for values that do not fit.
+        """
         key = tuple(fields)
         if key not in self._writers:
             self._writers[key] = self._make_writer(key)
@@ -281,8 +274,8 @@ class ParamLayout:
     # time of a loop over fields (`timeit`, Python 3.11, Xeon).
     def _make_writer(self, fields: tuple[str, ...]) -> Bind:
         numbers = self._numbers
-        space: dict[str, Any] = {}
-        lines = [f"def bind(buffer):\n def write({', '.join(fields)}):"]
+        space: dict[str, Any] = {"MISMATCHES": MISMATCHES, "mismatch": functools.partial(self.mismatch, fields)}
+        lines = [f"def bind(buffer):\n def write(values):\n  try:\n   [{', '.join(fields)}] = values"]
         in_order = sorted(fields, key=numbers.__getitem__)
         for _, run in itertools.groupby(enumerate(in_order), lambda pair: numbers[pair[1]] - pair[0]):  # adjacent ones
             names = [name for _, name in run]
@@ -293,50 +286,44 @@ class ParamLayout:
                 layout += f"{param.offset - end}x{_STRUCT_CODES[param.kind]}"
                 end = param.offset + param.size
             space[name] = struct.Struct(layout).pack_into
-            lines.append(f"  {name}(buffer, {start}, {', '.join(names)})")
-        exec("\n".join([*lines, "  return", " return write"]), space)
+            lines.append(f"   {name}(buffer, {start}, {', '.join(names)})")
+        lines.append("  except MISMATCHES as err:\n   raise mismatch(values) from err\n return write")
+        exec("\n".join(lines), space)
         bind: Bind = space["bind"]
         return bind
+
+    def mismatch(self, fields: Sequence[str], values: Sequence[Value]) -> ArgumentError:
+        """Returns the error of values of `fields` that do not fit."""
+        for name, value in zip(fields, values, strict=False):
+            kind = self.params[name].kind
+            try:
+                struct.pack("=" + _STRUCT_CODES[kind], value)
+            except MISMATCHES:
+                return ArgumentError(f"kernel parameter {name} must be an {kind}, got {value!r}")
+        return ArgumentError(f"values must have one entry for each of {list(fields)}, got {len(values)}")
 
 
 class ParamBlock:
     """Storage of one kernel's parameters. Its addresses never change."""
 
-    def __init__(self, layout: ParamLayout) -> None:
-        self._layout = layout
-        self.buffer = ctypes.create_string_buffer(max(layout.size, 1))
-        base, offsets = ctypes.addressof(self.buffer), [param.offset for param in layout.params.values()]
-        self._pointers = (ctypes.c_void_p * max(len(offsets), 1))(*[base + offset for offset in offsets])
-        self.address = ctypes.addressof(self._pointers)  # the void*[] that cuLaunchKernelEx takes
-
-    def fill(self, values: Mapping[str, Value], groups: Sequence[Sequence[str]]) -> None:
-        """Stores values by name. `groups`: fields that `writer` stores; a ValueError unless each parameter is in one of
-        them or has a value, once. An ArgumentError names a value that does not fit.
+    def __init__(self, layout: ParamLayout, static: Mapping[str, Value], groups: Sequence[Sequence[str]]) -> None:
+        """Stores static values by name. `groups`: fields that `writers` store; a ValueError unless each parameter is in
+        one of them or has a value, once.
         """
-        given, params = [*values, *itertools.chain.from_iterable(groups)], self._layout.params
+        given, params = [*static, *itertools.chain.from_iterable(groups)], layout.params
         if len(given) != len(params) or params.keys() != {*given}:
             raise ValueError(
                 f"kernel parameters without a value: {sorted(params.keys() - {*given})}, "
                 f"values without a parameter: {sorted({*given} - params.keys())}, "
                 f"named more than once: {sorted({name for name in given if given.count(name) > 1})}"
             )
-        for name, value in values.items():
-            param = params[name]
+        self.buffer = ctypes.create_string_buffer(max(layout.size, 1))
+        base, offsets = ctypes.addressof(self.buffer), [param.offset for param in params.values()]
+        self._pointers = (ctypes.c_void_p * max(len(offsets), 1))(*[base + offset for offset in offsets])
+        self.address = ctypes.addressof(self._pointers)  # the void*[] that cuLaunchKernelEx takes
+        self.writers = [layout.writer(fields)(self.buffer) for fields in groups]
+        for name, value in static.items():
             try:
-                struct.pack_into("=" + _STRUCT_CODES[param.kind], self.buffer, param.offset, value)
+                struct.pack_into("=" + _STRUCT_CODES[params[name].kind], self.buffer, params[name].offset, value)
             except MISMATCHES as err:
-                raise self.mismatch((name,), (value,)) from err
-
-    def writer(self, fields: Sequence[str]) -> Callable[..., None]:
-        """Returns a function that stores values of these fields, in this order, and leaves all others."""
-        return self._layout.writer(fields)(self.buffer)
-
-    def mismatch(self, fields: Sequence[str], values: Sequence[Value]) -> ArgumentError:
-        """Returns the error of values of `fields` that a writer refused."""
-        for name, value in zip(fields, values, strict=False):
-            kind = self._layout.params[name].kind
-            try:
-                struct.pack("=" + _STRUCT_CODES[kind], value)
-            except MISMATCHES:
-                return ArgumentError(f"kernel parameter {name} must be an {kind}, got {value!r}")
-        return ArgumentError(f"values must have one entry for each of {list(fields)}, got {len(values)}")
+                raise layout.mismatch((name,), (value,)) from err

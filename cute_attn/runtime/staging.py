@@ -200,11 +200,14 @@ class Staging:
         self._reserved = self._buffers[0].reserve(size)
         return self._reserved
 
-    def upload(self, ints: np.ndarray) -> torch.Tensor:
-        """Prepares a copy of a flat int32 array to the front of the device memory, and returns that memory.
+    def upload(self, ints: np.ndarray, fixed: bool = False) -> torch.Tensor:
+        """Prepares a copy of a flat int32 array to the front of the device memory, and returns that memory. `fixed`:
+        its address and its size stay from now on.
 
         The caller may change `ints` afterwards, unless it comes from `reserve`. Numbers of 64 bits become 32.
         """
+        if fixed:
+            self.fix_capacity(ints.size)
         size, memory = ints.size, self._next
         if size > memory.records.numel():
             self._check_capacity(size)

@@ -117,14 +117,14 @@ def schedule(
     bytes needed.
     """
     capacity = record_capacity(params, limits)
-    fixed = limits.fixed_split_size is not None and not limits.disable_split_kv
     tiles = query_tiles(lengths, params)
-    splits = _fixed_size_splits(tiles, params, limits) if fixed else _balanced_splits(tiles, params, capacity)
+    num_splits, chunk = _num_splits(tiles, params, limits, capacity)
+    splits = Splits(tiles, tiles) if num_splits is None else _split(tiles, num_splits, chunk)
     needed = Capacity(len(splits.items.end), len(splits.merged), int(np.add.reduce(splits.num_splits)))
     work = _work_list(needed, capacity, limits, allocate, _key_bounds(lengths, params, limits))
     requests = _request_records(lengths)
     records = _item_records(requests, params, splits.items)
-    late = 0 if fixed else needed.merges
+    late = 0 if chunk else needed.merges
     records.take(_item_order(lengths, params, splits.items, late), 0, out=work.items[: needed.items], mode="clip")
     # ^ "clip" spares numpy a copy of `out`
     if needed.merges:
@@ -143,10 +143,8 @@ def _work_list(
     ints = allocate(record_ints + len(key_bounds))
     if limits.graph is not None:
         ints[:record_ints] = 0
-    if not len(key_bounds):
-        return WorkList(needed.partials, items, merges, ints)
     ints[record_ints:] = key_bounds
-    return WorkList(needed.partials, items, merges, ints, record_ints)
+    return WorkList(needed.partials, items, merges, ints, record_ints if len(key_bounds) else None)
 
 
 def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> np.ndarray:
@@ -209,23 +207,15 @@ def _visible_kv_tiles(
     return np.maximum(start, 0) // cols, end
 
 
-def _balanced_splits(tiles: Items, params: SchedulerParams, capacity: Capacity) -> Splits:
-    """Splits the longest query tiles, or those of the last wave, where the cost model expects a shorter launch."""
-    num_splits = cost_model.num_splits(tiles.visible, params, capacity)
-    if num_splits is None:
-        return Splits(tiles, tiles)
-    num_splits = np.maximum(num_splits, 1)  # a tile that sees no keys is one item too
-    splits, index = _repeated(tiles, num_splits)
-    items, of = splits.items, num_splits.repeat(num_splits)
-    begin, end = index * items.visible // of, (index + 1) * items.visible // of
-    begin, end, visible = items.seen(begin), items.seen(end - 1) + 1, end - begin
-    return splits._replace(items=items._replace(begin=begin, end=end, visible=visible))
-
-
-def _fixed_size_splits(tiles: Items, params: SchedulerParams, limits: BatchLimits) -> Splits:
-    """Splits at multiples of `fixed_split_size` from token 0, regardless of what a tile sees or other requests need."""
+def _num_splits(
+    tiles: Items, params: SchedulerParams, limits: BatchLimits, capacity: Capacity
+) -> tuple[np.ndarray | None, int]:
+    """Returns the splits of each query tile, None where none is split, and their size in kv tiles where these begin at
+    its multiples; 0: they are equal parts of what a tile sees.
+    """
     size = limits.fixed_split_size
-    assert size is not None
+    if size is None or limits.disable_split_kv:
+        return cost_model.num_splits(tiles.visible, params, capacity), 0
     if size < 1:
         raise RuntimeArgumentError(f"fixed_split_size must be at least 1 token, got {size}")
     chunk = min(ceil_div(size, params.cols), 1 << 30)
@@ -243,21 +233,26 @@ def _fixed_size_splits(tiles: Items, params: SchedulerParams, limits: BatchLimit
             f"float_workspace_buffer must have {needed} bytes for fixed_split_size={size} in this batch, "
             f"got {limits.workspace_bytes}"
         )
-    splits, index = _repeated(tiles, num_splits)
-    items = splits.items
-    start = (items.begin // chunk + index) * chunk
-    begin, end = np.maximum(start, items.begin), np.minimum(start + chunk, items.end)
-    return splits._replace(items=items._replace(begin=begin, end=end, visible=_visible(begin, end, items.gap)))
+    return num_splits, chunk
 
 
-def _repeated(tiles: Items, num_splits: np.ndarray) -> tuple[Splits, np.ndarray]:
-    """Returns every query tile as often as it has splits, and the index of each among those of its tile."""
+def _split(tiles: Items, num_splits: np.ndarray, chunk: int) -> Splits:
+    """Splits query tiles: at multiples of `chunk` kv tiles from token 0, or for 0 into equal parts."""
     several = num_splits > 1
     first, is_part = num_splits.cumsum() - num_splits, several.repeat(num_splits)
-    index = np.arange(len(is_part)) - first.repeat(num_splits)
+    index = np.arange(len(is_part)) - first.repeat(num_splits)  # of a split among those of its tile
     partial = np.where(is_part, is_part.cumsum() - 1, NO_PARTIAL)
-    items = tiles.take(np.arange(len(num_splits)).repeat(num_splits))._replace(partial=partial)
-    return Splits(items, tiles, several.nonzero()[0], num_splits[several]), index
+    items = tiles.take(np.arange(len(num_splits)).repeat(num_splits))
+    if chunk:
+        start = (items.begin // chunk + index) * chunk
+        begin, end = np.maximum(start, items.begin), np.minimum(start + chunk, items.end)
+        visible = _visible(begin, end, items.gap)
+    else:
+        of = num_splits.repeat(num_splits)
+        begin, end = index * items.visible // of, (index + 1) * items.visible // of
+        begin, end, visible = items.seen(begin), items.seen(end - 1) + 1, end - begin
+    items = items._replace(begin=begin, end=end, visible=visible, partial=partial)
+    return Splits(items, tiles, several.nonzero()[0], num_splits[several])
 
 
 def _item_order(lengths: BatchLengths, params: SchedulerParams, items: Items, late: int) -> np.ndarray:

@@ -27,13 +27,13 @@ from cute_attn.schedule.constants import (
     IMPOSSIBLE,
     ITEM_TIME,
     LONGEST_DIVISORS,
+    MOST_PARTS,
     SHARE_DENOMINATOR,
     SHARE_FACTORS,
     UNIT,
     WORTHWHILE,
 )
 from cute_attn.schedule.cuts import Capacity, Cut, SchedulerParams
-from cute_attn.schedule.last_wave import last_wave
 from cute_attn.schedule.split_kv import MAX_SPLITS
 
 FEW_TILES = 64  # query tiles, of which the search for a split size takes longer than all else of a schedule
@@ -65,7 +65,7 @@ def num_splits(visible: np.ndarray, params: SchedulerParams, capacity: Capacity)
         cut = _best_cut(visible, params, capacity)
     if cut is None:
         return None
-    splits = -(-visible // cut.size)
+    splits = np.maximum(-(-visible // cut.size), 1)  # a tile that sees no keys is one item too
     splits[: cut.first] = 1
     return splits
 
@@ -104,6 +104,38 @@ def _best_cut(visible: np.ndarray, params: SchedulerParams, capacity: Capacity) 
     if last is None or last.time * CUT_WORTHWHILE[1] > unsplit * CUT_WORTHWHILE[0]:
         return found
     return last if found is None or last.time < found.time else found
+
+
+def last_wave(number: int, longest: int, params: SchedulerParams, capacity: Capacity) -> Cut | None:
+    """Returns the best cut of the last wave of so many query tiles, the longest of so many kv tiles; None where there
+    is no wave before it, or no room. All tiles are taken to be as long as the longest.
+
+    Where the last wave is not full, CTAs are idle for the time of a whole tile, and splitting every tile evenly costs a
+    partial result for each. Example: 160 tiles, each of 34 units of time, on 132 CTAs take 68 units. Cut in four, 40 of
+    them make 160 parts of 11 units: the 12 CTAs that have no tile in the first wave take 36 of these meanwhile, and all
+    CTAs the others afterwards, so that the launch takes 45 units, and the merge.
+    """
+    resident, ctas = params.resident_ctas, params.num_kv_heads
+    waves, rest = divmod(number * ctas, resident)
+    first = waves * resident // ctas
+    if not first or not rest:
+        return None
+    cut, idle = number - first, waves * resident - first * ctas  # CTAs that have no tile in the last full wave
+    whole = longest * UNIT + ITEM_TIME
+    best = None
+    for most in range(2, MOST_PARTS + 1):
+        size = -(-longest // most)
+        parts = cut * -(-longest // size)
+        fits = cut <= capacity.merges and parts <= capacity.partials and first + parts <= capacity.items
+        if not fits or size < params.min_split_tiles:
+            break  # nor do more parts
+        part = size * UNIT + ITEM_TIME + params.partial_cost
+        late = max(parts * ctas - idle * (whole // part), 0)
+        time = waves * whole - -late // resident * part  # rounded up
+        time += COMBINE_TIME + parts * ctas * params.partial_cost // resident
+        if best is None or time < best.time:
+            best = Cut(time, first, size)
+    return best
 
 
 def candidates(longest: int, total: int, params: SchedulerParams) -> list[int]:

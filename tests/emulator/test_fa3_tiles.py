@@ -16,11 +16,11 @@ from cute_attn import emulator
 from cute_attn.emulator import Schedule
 from cute_attn.emulator.settings import Emulation
 from cute_attn.kernels.blocks.tiles import Launch, TileProblem, tile_rows
-from cute_attn.kernels.fa3.host.family import KERNELS
+from cute_attn.kernels.fa3.host.family import FAMILY
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.fa3.tiles import choose
-from cute_attn.kernels.host import single
-from cute_attn.kernels.host.persistent import variant
+from cute_attn.kernels.host import family as tiled_family
+from cute_attn.kernels.host.persistent import family as persistent_family
 from cute_attn.schedule import cost_model
 from cute_attn.schedule.cuts import Cut
 from cute_attn.schedule.split_kv import Split
@@ -89,7 +89,7 @@ def assert_tile(launch: Launch, mask: str, emulation: Emulation) -> None:
 @pytest.mark.parametrize(("case", "schedule"), in_turn((*SINGLE, *BATCHES), structure=all_alike), ids=name)
 def test_tiles(case: tuple[Launch, BatchCase], schedule: Schedule) -> None:
     launch, problem = case
-    with mock.patch.object(variant, "launch_of", return_value=launch):
+    with mock.patch.object(persistent_family, "launch_of", return_value=launch):
         emulation = solve_on(FA3, problem, schedule, sms=2)
     assert_tile(launch, problem.mask, emulation)
 
@@ -105,7 +105,7 @@ def test_narrow_windows(case: tuple[tuple[int, int], BatchCase], schedule: Sched
 @pytest.mark.parametrize(("batch", "schedule"), in_turn(CUT, structure=all_alike), ids=name)
 def test_cut_last_wave(batch: BatchCase, schedule: Schedule) -> None:
     with (
-        mock.patch.object(variant, "launch_of", return_value=LONG),
+        mock.patch.object(persistent_family, "launch_of", return_value=LONG),
         mock.patch.object(cost_model, "last_wave", return_value=Cut(0, 1, 2)),
         mock.patch.object(cost_model, "BALANCED", (0, 1)),
     ):
@@ -133,7 +133,7 @@ def test_groups_of_any_size_share_tiles(of: str, schedule: Schedule) -> None:
     batch: BatchCase = GROUPS[of]
     solve_on(FA3, batch, schedule, sms=3)
     group = batch.num_qo_heads // batch.num_kv_heads
-    assert KERNELS.heads_per_tile(features(batch, CUDA), 47, HopperTile(128, 64, 2, 1)) == group
+    assert FAMILY.heads_per_tile(features(batch, CUDA), 47, HopperTile(128, 64, 2, 1)) == group
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
@@ -173,7 +173,7 @@ def test_a_group_that_does_not_divide_the_rows_shares_tiles_where_it_has_fewer(
     group: tuple[int, int], qo_len: int, expected: int
 ) -> None:
     of = features(ragged((1,), (1,), **heads(*group), **dims(128)), CUDA)
-    assert KERNELS.heads_per_tile(of, qo_len, HopperTile(128, 64, 2, 1)) == expected
+    assert FAMILY.heads_per_tile(of, qo_len, HopperTile(128, 64, 2, 1)) == expected
 
 
 # --- tiles that begin with the first key -----------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_tiles_that_begin_with_the_first_key(batch: BatchCase, trial: Trial, sch
 def test_keys_of_a_single_request_are_split() -> None:
     """The tiles of a split begin with its first key, not with the first that the rows see."""
     problem = prefill(40, 300, (2, 1), 64, **CAUSAL, **BF16, window_left=200)
-    three = mock.patch.object(single, "split_kv", return_value=Split(3, 3))
+    three = mock.patch.object(tiled_family, "split_kv", return_value=Split(3, 3))
     with force(Trial(TWO_CTAS, packed=True)), three:
         emulation = solve_on(FA3, problem, ADVERSARIAL, sms=2)
     assert_cut(FA3, emulation)

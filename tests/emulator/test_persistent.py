@@ -19,8 +19,7 @@ from cute_attn import (
     single_prefill_with_kv_cache,
 )
 from cute_attn.emulator import Schedule, using
-from cute_attn.kernels.host.persistent import batch as persistent_batch
-from cute_attn.kernels.host.persistent import variant
+from cute_attn.kernels.host.persistent import family as persistent_family
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import Features
 from cute_attn.schedule import batch as batch_schedule
@@ -230,7 +229,7 @@ def test_batches_in_sections(
 ) -> None:
     """Orders tiles by kv head, then by request."""
     for name_of_bytes in ("SECTION_BYTES", "SHORT_SECTION_BYTES"):
-        monkeypatch.setattr(variant, name_of_bytes, 1 << 11)  # keys of a few tokens
+        monkeypatch.setattr(persistent_family, name_of_bytes, 1 << 11)  # keys of a few tokens
     monkeypatch.setattr(batch_schedule, "L2_ORDER_MIN_WAVES", 1)
     prepared.cache_clear()
     with using(target.arch, kernels=target.kernels, schedule=schedule, sms=2) as emulation:
@@ -240,7 +239,7 @@ def test_batches_in_sections(
     assert_right(batch, solver.inputs, *results)
     assert {record.spec["kernel"] for record in emulation.records} <= {target.kernels, "combine"}
     plan = solver.wrapper._planned().launch.planned.schedule
-    *_, heads_per_section, _, _ = persistent_batch.batch_order(
+    *_, heads_per_section, _, _ = persistent_family.batch_order(
         plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity
     )
     assert heads_per_section < plan.tiling.params.num_kv_heads
@@ -248,7 +247,7 @@ def test_batches_in_sections(
 
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_sections_of_single_requests(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variant, "SECTION_BYTES", 1)
+    monkeypatch.setattr(persistent_family, "SECTION_BYTES", 1)
     solve_on(
         target, prefill(150, 200, (6, 3), 64, **CAUSAL, seed=1), Schedule(), sms=4
     )  # its schedule is not cached yet

@@ -15,11 +15,11 @@ import torch
 
 from cute_attn import WorkspaceError
 from cute_attn.dispatch import capabilities, select
-from cute_attn.kernels.fa2.host import variant as fa2_variant
+from cute_attn.kernels.fa2.host import family as fa2_family
 from cute_attn.kernels.fa2.host.family import FAMILY
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.host import gpu as gpus
-from cute_attn.kernels.host.batch import SplitKvBatchRun
+from cute_attn.kernels.host.family import SplitKvBatchRun
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
@@ -50,8 +50,8 @@ LONG = ragged((1, 1, 1), (40, 0, 900), **heads(6, 2))  # whose last request is c
 @pytest.fixture(autouse=True)
 def on_fa2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Launches of small tiles, recorded."""
-    monkeypatch.setattr(fa2_variant.tiles, "choose", lambda *args: TILE)
-    monkeypatch.setattr(fa2_variant.tiles, "resident_ctas", lambda *args: 2)
+    monkeypatch.setattr(fa2_family.tiles, "choose", lambda *args: TILE)
+    monkeypatch.setattr(fa2_family.tiles, "resident_ctas", lambda *args: 2)
     monkeypatch.setattr(gpus, "of_device", lambda index: GPU)
     monkeypatch.setattr(select, "chosen", lambda features, name, *load: capabilities.BY_NAME["fa2"])
     monkeypatch.setattr(select, "reasons_against", lambda *args: [])
@@ -124,14 +124,14 @@ def test_kernels_are_loaded_once() -> None:
 )
 def test_spec(arguments: dict[str, Any], fields: dict[str, Any]) -> None:
     """What a kernel does not need costs it nothing. That it has what it needs, numbers tell (`tests/emulator`)."""
-    spec = fa2_variant.spec(single(**arguments).settings, TILE)
+    spec = FAMILY.spec(single(**arguments).settings, TILE, split=False)
     assert {name: getattr(spec, name) for name in fields} == fields
 
 
 # ---- batches
 
 
-def planned(built: Built, staging: Staging | None = None) -> SplitKvBatchRun:
+def planned(built: Built, staging: Staging | None = None) -> SplitKvBatchRun[Any]:
     staging = staging or Staging(torch.device("cpu"))
     run = FAMILY.plan(built.problem.settings, built.lengths, built.limits, staging, GPU)
     staging.send()
@@ -221,7 +221,7 @@ def test_tiles_do_not_depend_on_the_batch(splits: dict[str, Any], monkeypatch: p
         asked.add((len(made), rows))
         return TILE
 
-    monkeypatch.setattr(fa2_variant.tiles, "choose", choose)
+    monkeypatch.setattr(fa2_family.tiles, "choose", choose)
     made: list[Any] = []
     for qo_lens in ((1,), (1, 1), (7, 300), (64, 0, 2)):
         case = paged(qo_lens, (30,) * len(qo_lens), **splits)

@@ -13,10 +13,10 @@ from cute_attn.dispatch import backends
 from cute_attn.emulator import using
 from cute_attn.emulator.tensormap import TensorMap, decode
 from cute_attn.kernels.combine.spec import CombineSpec
-from cute_attn.kernels.host.persistent import batch as persistent_batch
-from cute_attn.kernels.host.persistent import prepared, variant
+from cute_attn.kernels.host.persistent import family as persistent_family
+from cute_attn.kernels.host.persistent import prepared
+from cute_attn.kernels.host.persistent.family import launch_of
 from cute_attn.kernels.host.persistent.prepared import TensorMaps
-from cute_attn.kernels.host.persistent.variant import launch_of
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.host.single import Scheduler
 from cute_attn.problem import Problem
@@ -40,7 +40,7 @@ def scheduler(target: Target, problem: Problem, sms: int = 132) -> Scheduler[Any
 def tile_of(target: Target, problem: Problem) -> Any:
     rows = problem.qo_len * problem.settings.features.num_qo_heads
     launch = launch_of(rows, 132, problem.qo_len, problem.kv_len)
-    return target.kernels.tile(problem.settings, target.arch.name, launch)
+    return target.family.tile(problem.settings, target.arch.name, launch)
 
 
 def maps(target: Target, problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
@@ -97,7 +97,7 @@ def test_the_grid_covers_every_tile_once(target: Target, kv_len: int, heads: tup
 
 def test_launches(target: Target) -> None:
     (main, grid), (merge, rows) = target.family.launches(single(3, 20_000), target.arch, 132)
-    assert isinstance(main, target.kernels.spec_type)
+    assert isinstance(main, target.family.spec_type)
     assert main.split
     assert main.out_dtype == "float32"
     assert 2 < grid[0] <= 132
@@ -105,7 +105,7 @@ def test_launches(target: Target) -> None:
     assert rows == (24, 1, 1)
     assert target.family.launches(single(0), target.arch, 132) == []
     ((alone, _),) = target.family.launches(single(3000, 300, window_left=5), target.arch, 132)
-    assert isinstance(alone, target.kernels.spec_type)
+    assert isinstance(alone, target.family.spec_type)
     assert (alone.mask, alone.split, alone.out_dtype) == ("band", False, "float16")
 
 
@@ -117,7 +117,7 @@ def test_launches_of_batches(target: Target, page_size: int) -> None:
     _, ((main, grid), (merge, _)) = target.family.batch_launches(
         settings, built.lengths, built.limits, target.arch, 132
     )
-    assert isinstance(main, target.kernels.spec_type)
+    assert isinstance(main, target.family.spec_type)
     assert (main.schedule, main.kv) == ("items", "paged" if page_size else "dense")
     assert grid[0] <= 132
     assert merge == CombineSpec("float16", 64, "items")
@@ -134,12 +134,12 @@ def test_sections_of_a_batch(
 ) -> None:
     """Of as many heads as L2 holds the keys of, where there are waves enough; every tile belongs to one."""
     for name in ("SECTION_BYTES", "SHORT_SECTION_BYTES"):
-        monkeypatch.setattr(variant, name, 5 * 1024 * 2 * 64 * 2)
+        monkeypatch.setattr(persistent_family, name, 5 * 1024 * 2 * 64 * 2)
     prepared_kernel.cache_clear()
     built = build(ragged((700, 300), (kv_len, min(kv_len, 20)), **heads(16, 16)))
     plan = target.family.schedule(built.problem.settings, built.lengths, built.limits, target.arch, sms)
     prepared_kernel.cache_clear()
-    order = persistent_batch.batch_order(plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity)
+    order = persistent_family.batch_order(plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity)
     tiles, found = order[1], order[4]
     assert found == {1: 1, 5: 4, 16: 16}[resident]
     places = set()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import pytest
 
-from cute_attn.kernels.blocks.tiles import PAGE_ALIGNED, Launch, Operands, TileProblem
+from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, PAGE_ALIGNED, Launch, Operands, TileProblem
 from cute_attn.kernels.fa3 import tiles as fa3_tiles
 from cute_attn.kernels.fa3.default_specs import default_specs as fa3_specs
 from cute_attn.kernels.fa3.smem import Fp8KvMemory, HopperMemory
@@ -17,29 +18,36 @@ from cute_attn.kernels.fa4 import tiles as fa4_tiles
 from cute_attn.kernels.fa4.default_specs import default_specs as fa4_specs
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
-from cute_attn.kernels.host.persistent.variant import LAUNCHES, launch_of
+from cute_attn.kernels.host.persistent.family import LAUNCHES, launch_of
 from cute_attn.runtime.arch import named
 from tests.support.persistent_host import TARGETS, single
 
-FA4 = TARGETS[1]
-KINDS: dict[tuple[str, str], Operands] = {  # dtype and kv_dtype of a spec, and the operands of `candidates`
+FA3, FA4 = TARGETS
+KINDS: dict[tuple[str, str], Operands] = {  # dtype and kv_dtype of a spec, and the operands
     ("bfloat16", ""): "",
     ("float8_e4m3fn", ""): "fp8",
     ("bfloat16", "float8_e4m3fn"): "fp8_kv",
 }
-TABLES: dict[str, tuple[Any, Any]] = {  # candidates by operands, and the specs that the compile gate takes
-    "sm_90a": (fa3_tiles.candidates, fa3_specs()),
-    **{arch: (functools.partial(fa4_tiles.candidates, arch), fa4_specs(named(arch))) for arch in fa4_tiles.ARCHS},
-}
+SPECS = {"sm_90a": fa3_specs(), **{arch: fa4_specs(named(arch)) for arch in fa4_tiles.ARCHS}}  # of the compile gate
+WINDOWS = ((-1, 1), (127, 8), (127, 1), (511, 8), (1023, 8))  # `window_left` and heads per kv head
 
 
-@pytest.mark.parametrize("arch", TABLES)
+def tiles_of(arch: str, operands: Operands) -> list[tuple[tuple[int, int], Any]]:
+    """Returns the head dims and tiles of all kinds of problems."""
+    tiles, family = (fa3_tiles, FA3.family) if arch == "sm_90a" else (fa4_tiles, FA4.family)
+    known = itertools.product(("dense", "paged", "gathered"), (False, True), (False, True), WINDOWS, LAUNCHES)
+    return [
+        (dims, family.choose_tile(arch, TileProblem(dims, kv, operands, plain, full, *window, launch)))
+        for kv, plain, full, window, launch in known
+        for dims in (FP8_HEAD_DIMS if operands == "fp8" else tiles.HEAD_DIMS)
+    ]
+
+
+@pytest.mark.parametrize("arch", SPECS)
 def test_every_tile_is_a_default_kernel(arch: str) -> None:
-    candidates, specs = TABLES[arch]
-    compiled = {(s.head_dim_qk, s.head_dim_vo, s.tile) for s in specs if isinstance(s, Fa3Spec | Fa4Spec)}
+    compiled = {((s.head_dim_qk, s.head_dim_vo), s.tile) for s in SPECS[arch] if isinstance(s, Fa3Spec | Fa4Spec)}
     for operands in KINDS.values() if arch != "sm_90a" else ("", "fp8_kv"):
-        for head_dims, tiles in candidates(operands).items():
-            assert {(*head_dims, tile) for tile in tiles} <= compiled
+        assert {*tiles_of(arch, operands)} <= compiled
 
 
 @pytest.mark.parametrize(
@@ -123,14 +131,13 @@ def test_tiles_follow_the_size_of_the_launch() -> None:
 
 def test_tiles_that_wait_to_be_widened_fit_shared_memory() -> None:
     """Behind the others, each in rings of its own."""
-    for (dim_qk, dim_vo), tiles in fa3_tiles.candidates("fp8_kv").items():
-        for tile in tiles:
-            memory = HopperMemory.of(Fa3Spec("float16", "float16", dim_qk, dim_vo, kv_dtype="float8_e5m2", tile=tile))
-            assert isinstance(memory, Fp8KvMemory)
-            assert tile.staged > 0
-            narrow = tile.staged * tile.cols * (memory.qk_columns + memory.vo_columns) * 64
-            assert memory.map.barriers("q") == memory.map.offset("v") + tile.stages * memory.v_bytes + narrow
-            assert memory.bytes <= 227 * 1024
+    for head_dims, tile in tiles_of("sm_90a", "fp8_kv"):
+        memory = HopperMemory.of(Fa3Spec("float16", "float16", *head_dims, kv_dtype="float8_e5m2", tile=tile))
+        assert isinstance(memory, Fp8KvMemory)
+        assert tile.staged > 0
+        narrow = tile.staged * tile.cols * (memory.qk_columns + memory.vo_columns) * 64
+        assert memory.map.barriers("q") == memory.map.offset("v") + tile.stages * memory.v_bytes + narrow
+        assert memory.bytes <= 227 * 1024
 
 
 # ---- fa4
@@ -140,10 +147,9 @@ def test_tiles_that_wait_to_be_widened_fit_shared_memory() -> None:
 @pytest.mark.parametrize("dtypes", KINDS)
 def test_tiles_fit_shared_memory(arch: str, dtypes: tuple[str, str]) -> None:
     dtype, kv_dtype = dtypes
-    for head_dims, of_dims in fa4_tiles.candidates(arch, KINDS[dtypes]).items():
-        for tile in of_dims:
-            memory = BlackwellMemory.of(Fa4Spec(dtype, "bfloat16", *head_dims, kv_dtype=kv_dtype, tile=tile))
-            assert memory.bytes <= named(arch).smem_limit, (head_dims, tile)
+    for head_dims, tile in tiles_of(arch, KINDS[dtypes]):
+        memory = BlackwellMemory.of(Fa4Spec(dtype, "bfloat16", *head_dims, kv_dtype=kv_dtype, tile=tile))
+        assert memory.bytes <= named(arch).smem_limit, (head_dims, tile)
 
 
 @pytest.mark.parametrize("head_dims", fa4_tiles.HEAD_DIMS)

@@ -12,11 +12,12 @@ import torch
 
 from cute_attn.emulator import using
 from cute_attn.kernels.formats import KV_BITS
+from cute_attn.kernels.host import gpu as gpus
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
-from cute_attn.kernels.xqa.host import prepared, variant
+from cute_attn.kernels.xqa.host import variant
 from cute_attn.kernels.xqa.host.family import FAMILY, DecodeRun
 from cute_attn.kernels.xqa.host.variant import launch_config
 from cute_attn.kernels.xqa.smem import XqaMemory
@@ -70,7 +71,7 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
         raise RuntimeError("no kernel")
 
     uploads: list[Any] = []
-    monkeypatch.setattr(prepared, "load", missing)
+    monkeypatch.setattr(gpus, "load", missing)
     monkeypatch.setattr("cute_attn.runtime.staging.Staging.upload", lambda staging, ints: uploads.append(ints))
     prepared_kernel.cache_clear()
     with pytest.raises(RuntimeError, match="no kernel"):
@@ -136,8 +137,8 @@ def test_addresses_of_one_call_are_not_those_of_the_next(launches: type[NamedLau
     runner(decode_problem(settings=nvfp4, block_scales=full.block_scales))
     DecodeRun(full.settings, GPU)(decode_problem())
     first, second, third = (vars(launch.params) for launch in launches.fired)
-    optional = ("q_indptr", "mask", "sinks", "lse", "v_scale_ptr", "scale_ptr")
-    of_scales = ("k_sf", "v_sf", "k_sf_stride_page", "k_sf_stride_n", "k_sf_stride_h")
+    optional = ("q_indptr", "mask", "sinks", "lse", "v_scale_ptr", "scale0")
+    of_scales = ("k_scales", "v_scales", "k_scales_stride_page", "k_scales_stride_n", "k_scales_stride_h")
     assert all(first[name] for name in optional + of_scales)
     assert not any(second[name] for name in optional)
     assert not any(third[name] for name in optional + of_scales)

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn.kernels.fa3.host.family import KERNELS
+from cute_attn.kernels.fa3.host.family import FAMILY
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import HopperTile
-from cute_attn.kernels.host.persistent.batch import tiling
 from cute_attn.kernels.xqa.host import variant
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.tiles import RESERVED_SMEM
@@ -86,7 +85,7 @@ def test_plans_take_a_trial() -> None:
     settings = build(ragged((70,), (90,), mask="causal", window_left=40, **heads(8, 1), **dims(64))).problem.settings
 
     def planned() -> tuple[Any, int, int]:
-        found = tiling(KERNELS, settings, Size(64, None, 64, 1 << 20), archs.named("sm_90a"), 132)
+        found = FAMILY.tiling(settings, Size(64, None, 64, 1 << 20), archs.named("sm_90a"), 132)
         return found.tile, found.params.num_kv_heads, found.params.l2_kv_tokens
 
     own = planned()

@@ -153,7 +153,7 @@ def test_key_depends_on_everything_that_affects_an_artifact(monkeypatch: pytest.
 
 
 def test_fingerprint_covers_the_kernel_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, host = (tmp_path / "kernels" / name for name in ("blocks/softmax.py", "host/persistent/batch.py"))
+    source, host = (tmp_path / "kernels" / name for name in ("blocks/softmax.py", "host/persistent/family.py"))
     for path in (source, host, *(tmp_path / name for name in cache._OTHER_SOURCES)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")

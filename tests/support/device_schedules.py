@@ -10,7 +10,7 @@ import torch
 
 from cute_attn.emulator import adapter
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.planner import Planner, refusal
+from cute_attn.kernels.host.planner import Planner, schedules_all
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, GraphLimits
 from cute_attn.runtime.launch import CPU
 from cute_attn.schedule.batch import SchedulerParams, WorkList, schedule
@@ -94,7 +94,7 @@ def cases(count: int, seed: int, most_requests: int = 300) -> Iterator[Case]:
     made = 0
     while made < count:
         case = bounded(random_case(rng, most_requests), int(rng.choice([0, 3, 1000])))
-        if refusal(case.params, case.limits) is None:
+        if schedules_all(case.params, case.limits):
             made += 1
             yield case
 

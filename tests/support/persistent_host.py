@@ -8,8 +8,7 @@ import torch
 
 from cute_attn.kernels.fa3.host import family as fa3
 from cute_attn.kernels.fa4.host import family as fa4
-from cute_attn.kernels.host.family import TiledFamily
-from cute_attn.kernels.host.persistent.variant import PersistentKernels
+from cute_attn.kernels.host.persistent.family import PersistentFamily
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import Arch, named
@@ -20,13 +19,12 @@ class Target(NamedTuple):
 
     name: str
     arch: Arch
-    kernels: PersistentKernels[Any]
-    family: TiledFamily[Any]
+    family: PersistentFamily[Any]
 
 
 TARGETS = (
-    Target("fa3", named("sm_90a"), fa3.KERNELS, fa3.FAMILY),
-    Target("fa4", named("sm_100a"), fa4.KERNELS, fa4.FAMILY),
+    Target("fa3", named("sm_90a"), fa3.FAMILY),
+    Target("fa4", named("sm_100a"), fa4.FAMILY),
 )
 
 

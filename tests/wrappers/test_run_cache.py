@@ -11,7 +11,7 @@ import torch
 
 from cute_attn import ArgumentError
 from cute_attn.emulator.settings import using
-from cute_attn.kernels.fa2.host import prepared as fa2_prepared
+from cute_attn.kernels.host import gpu as gpus
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.request import batch_run
 from tests.support.batch_case import BatchCase, call, check, heads, make, paged, plan_arguments
@@ -119,7 +119,7 @@ def test_a_plan_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no kernel")
 
     with monkeypatch.context() as patch:
-        patch.setattr(fa2_prepared, "load", missing)
+        patch.setattr(gpus, "load", missing)
         prepared.cache_clear()  # of earlier tests
         with pytest.raises(RuntimeError, match="no kernel"):
             made.plan(**arguments)

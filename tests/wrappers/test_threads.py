@@ -52,21 +52,21 @@ def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
     """Two attributes, read one after the other, could belong to two runs."""
     fired: list[tuple[Any, Any]] = []
 
-    def kernel(settings: Any) -> Any:
-        launch = types.SimpleNamespace(fire=lambda stream, moving, settled: fired.append((settings, settled[1])))
-        return types.SimpleNamespace(
-            attention=types.SimpleNamespace(of=lambda roles: (launch, None)),
-            combine=None,
-            strides=lambda q, *others: f"of thread {int(q)}",
-            addresses=lambda *tensors: lambda places: places,
-        )
-
     class Run(BatchRun):
+        def kernel(self, settings: Any) -> Any:
+            launch = types.SimpleNamespace(fire=lambda stream, moving, settled: fired.append((settings, settled[1])))
+            return types.SimpleNamespace(
+                attention=types.SimpleNamespace(of=lambda roles: (launch, None)),
+                combine=None,
+                strides=lambda q, *others: f"of thread {int(q)}",
+                addresses=lambda *tensors: lambda places: places,
+            )
+
         def decided(self, memory: Memory) -> Launched:
             return Launched(self.version, memory, (1, 1, 1), (), (0, 1, 1), (), (), ())
 
     tensors = (torch.zeros(1),) * 3
-    run = Run("planned", kernel, CPU)  # type: ignore[arg-type]
+    run = Run("planned", types.SimpleNamespace(device_index=CPU))  # type: ignore[arg-type]
 
     def work(i: int) -> None:
         for _ in range(400):

@@ -164,13 +164,3 @@ def choose(problem: TileProblem) -> HopperTile:
     dims = tile_dims(problem.head_dims, FP8_HEAD_DIMS if operands == "fp8" else HEAD_DIMS)
     serving = (rule for rule in RULES if _serves(rule.value, problem))
     return first(serving, {**problem._asdict(), "head_dims": dims}).value
-
-
-def candidates(operands: Operands = "") -> dict[tuple[int, int], list[HopperTile]]:
-    """List every tile that `choose` may return, by head dims."""
-    found: dict[tuple[int, int], dict[HopperTile, None]] = {}
-    for rule in RULES:
-        if operands in rule.when["operands"]:
-            for dims in rule.when["head_dims"]:
-                found.setdefault(dims, {})[rule.value] = None
-    return {dims: list(tiles) for dims, tiles in found.items()}

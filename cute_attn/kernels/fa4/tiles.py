@@ -7,7 +7,6 @@ of 128 rows take 2 * 128 * head dim bytes each, kv tiles as many per 128 keys, i
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS, Operands, TileProblem, pages_in_boxes, tile_dims
 from cute_attn.kernels.fa4.spec import BlackwellTile
@@ -69,13 +68,3 @@ def choose(arch: str, problem: TileProblem) -> BlackwellTile:
         tile = _16_BIT_PAIRS.get(dims, tile)
         tile = _FULL_PAIRS.get(dims, tile) if problem.full else tile
     return dataclasses.replace(tile, polynomial=0) if arch in FAST_EXP2 else tile
-
-
-def candidates(arch: str, operands: Operands = "") -> dict[tuple[int, int], list[BlackwellTile]]:
-    """List every tile that `choose` may return, by head dims."""
-    found = {}
-    for dims in FP8_HEAD_DIMS if operands == "fp8" else HEAD_DIMS:
-        kinds = itertools.product(("dense", "gathered"), (False, True))
-        of_dims = (choose(arch, TileProblem(dims, kv, operands, full=full)) for kv, full in kinds)
-        found[dims] = list(dict.fromkeys(of_dims))
-    return found

@@ -6,18 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from cute_attn.kernels.combine.spec import RowsOfWarps, rows_of_warps
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, launch_nothing, optional_tensors
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
 from cute_attn.runtime.launch import Settled, Values, current_stream
-from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import WorkList, max_qo_len
 from cute_attn.schedule.cuts import SchedulerParams
-from cute_attn.schedule.records import ITEM_INTS
 
 Tensors = tuple[Any, ...]  # q, k, v, out, lse, a tuple of `operands.Optional`; kv_indices and workspace of the plan in
 # ^ force
@@ -31,9 +29,9 @@ class Tiling(Generic[T_co]):
 
     tile: T_co
     params: SchedulerParams
-    persistent_groups: int | None = None  # the most groups of CTAs of a launch; None: one per tile
     ctas: int = 1  # of a group, which share tiles
-    order: Callable[[SchedulerParams, int, int], Values] | None = None  # tile order fields, as `sections`
+    order: Callable[[SchedulerParams, int, int], Values] | None = None
+    # ^ of a persistent kernel, which has as many groups of CTAs as run at once: values of the tile order fields
 
 
 @dataclass
@@ -57,7 +55,7 @@ class BatchSchedule(Generic[T_co]):
         late = merges if limits.fixed_split_size is None else 0
         rows_per_merge = min(params.rows, max_qo_len(lengths, limits) * params.group_size)
         total = work.item_capacity * params.num_kv_heads
-        groups = total if tiling.persistent_groups is None else min(total, tiling.persistent_groups)
+        groups = min(total, params.resident_ctas) if tiling.order else total
         partial_o_bytes = params.num_kv_heads * params.rows * (params.partial_row_bytes - 4)  # without lse
         return cls(
             tiling,
@@ -96,20 +94,21 @@ class Launched(NamedTuple):
 
 
 class BatchRun(Runner):
-    """Runs batches of one plan; subclasses define `decided`.
-
-    Settings of a run may differ from the planned ones in numbers and in the score steps that follow from these:
-    `kernel` returns the prepared kernel of such settings.
-    """
+    """Runs batches of one plan; subclasses define `kernel` and `decided`."""
 
     version: object = None  # another one where a later plan changes grids or numbers
 
     records: torch.Tensor  # in device memory
 
-    def __init__(self, settings: Settings, kernel: Callable[[Settings], PreparedKernel], device_index: int) -> None:
-        self.kernel, self.device_index = kernel, device_index
-        kernel(settings)  # first: where a kernel is missing, the records of the previous plan stay
+    def __init__(self, settings: Settings, gpu: Gpu) -> None:
+        self.settings, self.gpu = settings, gpu
         self.launched = Launched(self, (0, 0, 0), (0, 1, 1), (), (0, 1, 1), (), (), ())
+
+    def kernel(self, settings: Settings) -> PreparedKernel:
+        """Returns the kernel of a run's settings, which may differ from the planned ones in numbers and in the score
+        steps that follow from these.
+        """
+        raise NotImplementedError
 
     def decided(self, memory: Memory) -> Launched:
         """Returns what the plan in force decides of launches."""
@@ -119,7 +118,7 @@ class BatchRun(Runner):
         """Returns a function that launches the attention kernel, and the combine kernel where keys are split."""
         if not problem.q.shape[0]:
             return launch_nothing
-        kernel, index, operands = self.kernel(problem.settings), self.device_index, problem[1:5]
+        kernel, index, operands = self.kernel(problem.settings), self.gpu.device_index, problem[1:5]
         strides, addresses = kernel.strides(*operands, block_scale_strides(problem)), kernel.addresses(*operands)
         roles, _ = optional_tensors(problem)
         (attention, pick), combine = kernel.attention.of(roles), kernel.combine
@@ -147,69 +146,6 @@ class BatchRun(Runner):
                 merge.fire(stream, (out, lse, *launched.partials, *pick_final(optional)), to_combine)
 
         return fire
-
-
-class SplitKvBatchRun(BatchRun):
-    """Runs batches whose keys are split by the schedule, with a combine launch after the attention launch."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        lengths: BatchLengths | DeviceLengths,
-        scheduled: Callable[[Any], BatchSchedule[Any]],
-        kernel_of: Callable[[BatchSchedule[Any]], Callable[[Settings], PreparedKernel]],
-        placed: Callable[[BatchSchedule[Any]], torch.Tensor],
-        device_index: int,
-    ) -> None:
-        """`scheduled` returns the schedule of lengths, and `placed` the device memory where its records will be."""
-        schedule = scheduled(lengths)
-        super().__init__(settings, kernel_of(schedule), device_index)
-        self.settings, self.scheduled, self.kernel_of, self.placed = settings, scheduled, kernel_of, placed
-        self.device_lengths = lengths if isinstance(lengths, DeviceLengths) else None  # a captured graph reads them
-        self._follow(schedule)
-
-    def _follow(self, schedule: BatchSchedule[Any]) -> None:
-        """Makes the launches those of a schedule."""
-        self.records = self.placed(schedule)
-        self.schedule = self.version = schedule
-        self.items = self.records.data_ptr()
-
-    def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
-        """Replaces the lengths of the requests. Returns whether the kernels are the same; None, and nothing is
-        replaced, if the host does not know the lengths.
-        """
-        if self.device_lengths is not None or isinstance(lengths, DeviceLengths):
-            return None
-        before, now = self.schedule, self.scheduled(lengths)
-        same_kernel = now.tiling is before.tiling and now.merges == before.merges
-        if not same_kernel:
-            kernel = self.kernel_of(now)
-            kernel(self.settings)  # before records are replaced: it may be missing
-            self.kernel = kernel
-        self._follow(now)
-        return same_kernel
-
-    def decided(self, memory: Memory) -> Launched:
-        """Returns grids, and values of the tile order fields, `params.batch_fields` and the combine kernel's
-        MERGE_FIELDS.
-        """
-        pages, _, workspace = memory
-        schedule, work, items = self.schedule, self.schedule.work, self.items
-        o = workspace if schedule.merges else 0
-        partials = o, o + schedule.partial_o_bytes
-        key_bounds = () if work.key_bounds is None else (items + 4 * work.key_bounds,)
-        numbers = *schedule.order, items, *partials, pages, *key_bounds
-        merge_items = items + 4 * ITEM_INTS * work.item_capacity
-        combine_grid, *rows = schedule.combine
-        merges = *rows, merge_items, schedule.rows_per_merge, schedule.tiling.params.rows
-        return Launched(schedule, memory, schedule.grid, numbers, combine_grid, merges, partials, ())
-
-
-def uploaded(records: np.ndarray, limits: BatchLimits, staging: Staging) -> torch.Tensor:
-    """Returns device memory that will start with the records of a schedule."""
-    if limits.keeps_address:
-        staging.fix_capacity(records.size)
-    return staging.upload(records)
 
 
 def memory_of(kv_indices: torch.Tensor | None, workspace: torch.Tensor | None) -> Memory:

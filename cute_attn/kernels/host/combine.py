@@ -6,7 +6,7 @@ import torch
 
 from cute_attn.kernels.combine.spec import RowsOfWarps
 from cute_attn.kernels.host.features import batched, combine_spec
-from cute_attn.kernels.host.gpu import Gpu, load
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import OptionalBounds
 from cute_attn.kernels.host.params import PARTIAL_FIELDS, Fields
 from cute_attn.problem import Settings
@@ -51,7 +51,7 @@ class CombineKernel:
 
     def __init__(self, settings: Settings, heads: int, gpu: Gpu) -> None:
         features, self.output = settings.features, Output(settings)
-        launch = load(combine_spec(features), gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
+        launch = gpu.loaded(combine_spec(features), settings.enable_pdl)
         numbers, absent = (MERGE_FIELDS, NO_LENGTHS) if batched(features) else (LENGTH_FIELDS, NO_MERGES)
         static = {
             "num_qo_heads": features.num_qo_heads,

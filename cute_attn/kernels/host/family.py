@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from cute_attn.kernels.combine.spec import rows_of_warps
-from cute_attn.kernels.host.batch import BatchSchedule, SplitKvBatchRun, Tiling, uploaded
-from cute_attn.kernels.host.features import combine_spec
+from cute_attn.kernels.host.batch import BatchRun, BatchSchedule, Launched, Memory, Tiling
+from cute_attn.kernels.host.combine import CombineKernel
+from cute_attn.kernels.host.features import batched, combine_spec
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.planner import Planner, refusal
+from cute_attn.kernels.host.planner import Planner, schedules_all
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
-from cute_attn.kernels.host.single import RequestLaunch, Scheduler, SingleRun, SingleSchedule, schedule_request
+from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
 from cute_attn.problem import (
     NO_LENGTHS,
     BatchLengths,
@@ -27,43 +27,75 @@ from cute_attn.problem import (
     Settings,
 )
 from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.launch import Values
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule import batch as batch_schedule
 from cute_attn.schedule.batch import AllocateInts, Size, WorkList, allocate_ints, size_of
+from cute_attn.schedule.records import ITEM_INTS
+from cute_attn.schedule.split_kv import Split, ceil_div, split_kv, visible_tokens
 
 KernelLaunch = tuple[KernelSpec, Grid]
 
 T = TypeVar("T")  # a family's tile
 
 
-@dataclass(frozen=True)
 class TiledFamily(Generic[T]):
-    """A family with one attention kernel per tile, and a combine kernel where keys are split: fa2, fa3 and fa4. Methods
-    that take `arch` and `sms`, the number of multiprocessors, instead of a `Gpu` work on machines without a GPU.
+    """A family with one attention kernel per tile, and a combine kernel where keys are split: fa2, fa3 and fa4, which
+    define the first methods. Methods that take `arch` and `sms`, the number of multiprocessors, instead of a `Gpu` work
+    on machines without a GPU.
     """
 
     name: str
-    specs: Callable[[Features, Arch], list[KernelSpec]]  # all that calls of these features may need
-    spec: Callable[[Settings, T, bool], KernelSpec]  # from a tile, and whether a single request's keys are split
-    tiling: Callable[[Settings, Size, Arch, int], Tiling[T]]
-    request_launch: RequestLaunch[T]
-    kernel: Callable[[Settings, T, int, bool, Gpu], PreparedKernel]
-    # ^ loaded, for a tile, its heads, and whether partials are combined
+    kernel: Callable[[Settings, Any, int, CombineKernel | None, Gpu], PreparedKernel]
+    # ^ from the spec, and the number of query heads whose rows share a tile
+
+    def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
+        """Returns every kernel that calls of these features may need, whatever their lengths."""
+        raise NotImplementedError
+
+    def spec(self, settings: Settings, tile: T, split: bool) -> KernelSpec:
+        """Returns the kernel that solves problems of these settings with this tile. `split`: the CTAs of a single
+        request write partials; whether those of a batch do is in its records.
+        """
+        raise NotImplementedError
+
+    def tiling(self, settings: Settings, size: Size, arch: Arch, sms: int) -> Tiling[T]:
+        """Returns the tiling of a launch: few tilings serve all lengths."""
+        raise NotImplementedError
+
+    def request_launch(
+        self, settings: Settings, tiling: Tiling[T], split: Split, qo_len: int, kv_len: int
+    ) -> tuple[Grid, Values]:
+        """Returns the grid of a single request, and the numbers of its kernel."""
+        raise NotImplementedError
 
     def scheduler(self, settings: Settings, arch: Arch, sms: int) -> Scheduler[T]:
         """Returns what schedules single requests of these settings."""
+        return functools.partial(self._schedule_request, settings, arch, sms)
 
-        def scheduled(qo_len: int, kv_len: int) -> SingleSchedule[T]:
-            tiling = self.tiling(settings, Size(qo_len, kv_len, qo_len, 0), arch, sms)
-            return schedule_request(settings, tiling, self.request_launch, qo_len, kv_len)
+    def _schedule_request(
+        self, settings: Settings, arch: Arch, sms: int, qo_len: int, kv_len: int
+    ) -> SingleSchedule[T]:
+        tiling, features = self.tiling(settings, Size(qo_len, kv_len, qo_len, 0), arch, sms), settings.features
+        rows, cols, heads, head_blocks, causal, window_left, resident_ctas, min_split_tiles, *_ = tiling.params
+        tokens = (rows - 1) // heads + 2  # that one query tile can touch
+        visible = visible_tokens(qo_len, kv_len, tokens, causal, window_left)
+        query_tiles, kv_tiles = ceil_div(qo_len * heads, rows) * head_blocks, ceil_div(kv_len, cols)
+        split = split_kv(kv_tiles, ceil_div(visible, cols), query_tiles, resident_ctas, min_split_tiles)
+        parts, launch = split.num_splits, self.request_launch(settings, tiling, split, qo_len, kv_len)
+        partial_bytes = qo_len * features.num_qo_heads * parts * 4 * (features.head_dim_vo + 1) if parts > 1 else 0
+        return SingleSchedule(tiling.tile, heads, parts, *launch, partial_bytes)
 
-        return scheduled
+    def loaded(self, settings: Settings, tile: T, heads: int, merges: bool, gpu: Gpu) -> PreparedKernel:
+        """Returns the prepared kernel of a tile. `merges`: whether a combine launch follows."""
+        spec = self.spec(settings, tile, split=merges and not batched(settings.features))
+        return self.kernel(settings, spec, heads, CombineKernel(settings, heads, gpu) if merges else None, gpu)
 
     def prepare(self, settings: Settings, gpu: Gpu) -> SingleRun[T]:
         """Returns a callable that runs single requests of these settings."""
         scheduler = self.scheduler(settings, gpu.arch, gpu.sms)
-        return SingleRun(settings, gpu, scheduler, lambda *tile: prepared(self.kernel, settings, *tile, gpu))
+        return SingleRun(settings, gpu, scheduler, lambda *tile: prepared(self.loaded, settings, *tile, gpu))
 
     def launches(self, problem: Problem, arch: Arch, sms: int) -> list[KernelLaunch]:
         """Returns kernels and grids of a single request."""
@@ -97,33 +129,22 @@ class TiledFamily(Generic[T]):
         limits: BatchLimits,
         staging: Staging,
         gpu: Gpu,
-    ) -> SplitKvBatchRun | None:
+    ) -> SplitKvBatchRun[T] | None:
         """Returns a callable that runs batches of these settings and lengths; None where the planner kernel cannot
         schedule every batch within `limits.graph`, and the lengths are on the device.
         """
-        kernel_of = functools.partial(self._kernel_of, gpu)
         if isinstance(lengths, DeviceLengths):
             tiling = self.tiling(settings, size_of(NO_LENGTHS, limits), gpu.arch, gpu.sms)
-            if refusal(tiling.params, limits) is not None:
+            if not schedules_all(tiling.params, limits):
                 return None
             planner = Planner(tiling.params, limits, settings.page_size, gpu)
             work = WorkList(0, planner.capacity.items, planner.capacity.merges, np.empty(0, np.int32))
             schedule = BatchSchedule.of(tiling, work, NO_LENGTHS, limits, gpu.sms)
-            planned = lambda _: schedule, kernel_of, lambda _: planner.placed(lengths, staging)
-            return SplitKvBatchRun(settings, lengths, *planned, gpu.device_index)
-
-        def scheduled(lengths: BatchLengths) -> BatchSchedule[T]:
-            return self.schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-
-        def placed(schedule: BatchSchedule[T]) -> torch.Tensor:
-            return uploaded(schedule.work.ints, limits, staging)
-
-        return SplitKvBatchRun(settings, lengths, scheduled, kernel_of, placed, gpu.device_index)
-
-    def _kernel_of(self, gpu: Gpu, schedule: BatchSchedule[T]) -> Callable[[Settings], PreparedKernel]:
-        """Returns the prepared kernel of a schedule, by settings."""
-        tile, heads, merges = schedule.tiling.tile, schedule.tiling.params.group_size, schedule.merges
-        return lambda settings: prepared(self.kernel, settings, tile, heads, merges, gpu)
+            records = planner.placed(lengths, staging)
+        else:
+            schedule = self.schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
+            records = staging.upload(schedule.work.ints, limits.keeps_address)
+        return SplitKvBatchRun(self, settings, lengths, limits, staging, gpu, schedule, records)
 
     def batch_launches(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
@@ -133,3 +154,68 @@ class TiledFamily(Generic[T]):
         attention = self.spec(settings, schedule.tiling.tile, False), schedule.grid
         combine = combine_spec(settings.features), schedule.combine.grid
         return schedule, [launch for launch in (attention, combine) if launch[1][0]]
+
+
+class SplitKvBatchRun(BatchRun, Generic[T]):
+    """Runs batches whose keys are split by the schedule, with a combine launch after the attention launch. `records`:
+    device memory where those of the schedule will be.
+    """
+
+    def __init__(
+        self,
+        family: TiledFamily[T],
+        settings: Settings,
+        lengths: BatchLengths | DeviceLengths,
+        limits: BatchLimits,
+        staging: Staging,
+        gpu: Gpu,
+        schedule: BatchSchedule[T],
+        records: torch.Tensor,
+    ) -> None:
+        super().__init__(settings, gpu)
+        self.family, self.limits, self.staging = family, limits, staging
+        self.device_lengths = lengths if isinstance(lengths, DeviceLengths) else None  # a captured graph reads them
+        self._follow(schedule, records)
+        self.kernel(settings)
+
+    def _follow(self, schedule: BatchSchedule[T], records: torch.Tensor) -> None:
+        """Makes the launches those of a schedule."""
+        self.records, self.items = records, records.data_ptr()
+        self.schedule = self.version = schedule
+
+    def kernel(self, settings: Settings) -> PreparedKernel:
+        return self._kernel(self.schedule, settings)
+
+    def _kernel(self, schedule: BatchSchedule[T], settings: Settings) -> PreparedKernel:
+        tiling = schedule.tiling
+        tile, heads = tiling.tile, tiling.params.group_size
+        return prepared(self.family.loaded, settings, tile, heads, schedule.merges, self.gpu)
+
+    def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
+        """Replaces the lengths of the requests. Returns whether the kernels are the same; None, and nothing is
+        replaced, if the host does not know the lengths.
+        """
+        if self.device_lengths is not None or isinstance(lengths, DeviceLengths):
+            return None
+        arch, sms, reserve = self.gpu.arch, self.gpu.sms, self.staging.reserve
+        before, now = self.schedule, self.family.schedule(self.settings, lengths, self.limits, arch, sms, reserve)
+        same_kernel = now.tiling is before.tiling and now.merges == before.merges
+        if not same_kernel:
+            self._kernel(now, self.settings)  # before records are replaced: it may be missing
+        self._follow(now, self.staging.upload(now.work.ints, self.limits.keeps_address))
+        return same_kernel
+
+    def decided(self, memory: Memory) -> Launched:
+        """Returns grids, and values of the tile order fields, `params.batch_fields` and the combine kernel's
+        MERGE_FIELDS.
+        """
+        pages, _, workspace = memory
+        schedule, work, items = self.schedule, self.schedule.work, self.items
+        o = workspace if schedule.merges else 0
+        partials = o, o + schedule.partial_o_bytes
+        key_bounds = () if work.key_bounds is None else (items + 4 * work.key_bounds,)
+        numbers = *schedule.order, items, *partials, pages, *key_bounds
+        merge_items = items + 4 * ITEM_INTS * work.item_capacity
+        combine_grid, *rows = schedule.combine
+        merges = *rows, merge_items, schedule.rows_per_merge, schedule.tiling.params.rows
+        return Launched(schedule, memory, schedule.grid, numbers, combine_grid, merges, partials, ())

@@ -35,6 +35,11 @@ def score_steps(features: Features) -> tuple[str, ...]:
     return () if steps == ["scale"] and features.positive_scale else tuple(steps)
 
 
+def rotates(features: Features) -> bool:
+    """Tells whether q and k are rotated."""
+    return features.pos_encoding_mode == "ROPE_LLAMA"
+
+
 def schedule(features: Features) -> str:
     """Returns `schedule` of a spec: "items" of a batch, or the "grid" of a single request."""
     return "items" if batched(features) else "grid"

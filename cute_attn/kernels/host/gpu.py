@@ -25,9 +25,11 @@ class Gpu(NamedTuple):
     device_index: int  # `runtime.launch.CPU`: kernels run on the emulator
     sms: int  # multiprocessors
 
-    def pdl(self, enable_pdl: bool | None) -> bool:
-        """Tells whether launches may overlap the end of the kernel before (PDL). `enable_pdl`: as the user said."""
-        return self.arch.pdl and enable_pdl is not False
+    def loaded(self, kernel: KernelSpec, enable_pdl: bool | None = None) -> Launch:
+        """Returns the loaded kernel. `enable_pdl`: what the user said on launches that may overlap the end of the
+        kernel before (PDL).
+        """
+        return load(kernel, self.arch.name, self.device_index, self.arch.pdl and enable_pdl is not False)
 
 
 @functools.lru_cache(MAX_DEVICES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,17 +62,9 @@ class OptionalBounds:
     and the parameters of those that are absent are 0.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        static: Fields,
-        groups: tuple[tuple[str, ...], ...],
-        renamed: Mapping[str, str] | None = None,
-    ) -> None:
-        """`groups`: as `Launch.bind` takes them, the moving fields first. `renamed`: the kernel's names of ROLES where
-        they differ.
-        """
-        self._launch, self._static, self._groups, self._renamed = launch, static, groups, renamed or {}
+    def __init__(self, launch: Launch, static: Fields, groups: tuple[tuple[str, ...], ...]) -> None:
+        """`groups`: as `Launch.bind` takes them, the moving fields first."""
+        self._launch, self._static, self._groups = launch, static, groups
         named = {name for group in groups for name in group}
         self._free = {param.name for param in launch.artifact.params}.difference(static, named)
         self._bounds: dict[Roles, tuple[Bound, Pick]] = {}
@@ -82,7 +74,7 @@ class OptionalBounds:
         """Returns the launches of problems that have these tensors, and what picks the last moving values from them."""
         found = self._bounds.get(roles)
         if found is None:
-            names = [self._renamed.get(ROLES[i], ROLES[i]) for i in roles]
+            names = [ROLES[i] for i in roles]
             places = [i for i, name in enumerate(names) if name in self._free]
             masks = [i for i in places if roles[i] == MASK]
             fields = [names[i] for i in places] + [MASK_BYTES] * len(masks)
@@ -95,8 +87,6 @@ class OptionalBounds:
 
 def _pick(places: Sequence[int], masks: Sequence[int]) -> Pick:
     """Returns a function from optional tensors to addresses of those at `places`, then sizes of those at `masks`."""
-    if not places:
-        return lambda optional: ()
     if masks:
         return lambda optional: (*[optional[i].data_ptr() for i in places], *[optional[i].numel() for i in masks])
     return lambda optional: tuple([optional[i].data_ptr() for i in places])

@@ -7,11 +7,12 @@ schedule may be any that fits.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
 
-from cute_attn.kernels.host.gpu import Gpu, load
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import Fields
 from cute_attn.kernels.plan.spec import PlanSpec
 from cute_attn.problem import BatchLimits, DeviceLengths, GraphLimits
@@ -26,6 +27,9 @@ from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 MAX_TILES = 1 << 24  # query tiles and records: the kernel sums several of them in 32 bits
 MAX_PRODUCT = (1 << 31) - 1  # of items and kv heads
 LENGTH_FIELDS = ("qo_indptr", "kv_indptr", "last_page_len", "q_len", "max_kv")
+SCHEDULER_FIELDS = (  # of `SchedulerParams`
+    *("rows", "cols", "group_size", "num_kv_heads", "causal", "resident_ctas", "min_split_tiles", "partial_cost"),
+)
 MEMORY_FIELDS = ("items", "merges", "counts", "first_tile", "groups", "order", "tiles", "splits")
 COUNTS = 4  # int32 numbers: items and merges of the schedule, two unused
 
@@ -55,31 +59,27 @@ class Layout(NamedTuple):
             4 * max_tiles,
             4 * capacity.items,
         )
-        ends: list[int] = []
-        for size in sizes:
-            ends.append(sum(ends[-1:]) + -(-size // 4) * 4)  # 16-byte alignment
+        ends = itertools.accumulate(-(-size // 4) * 4 for size in sizes)  # 16-byte alignment
         return cls(merges, merges + capacity.merges * MERGE_INTS, *ends)
 
 
-def refusal(params: SchedulerParams, limits: BatchLimits) -> str | None:
-    """Returns why the kernel cannot schedule batches within these limits; None if it can."""
+def schedules_all(params: SchedulerParams, limits: BatchLimits) -> bool:
+    """Tells whether the kernel can schedule every batch within these limits: records and products of them fit its
+    integers, and splits of a fixed size the workspace.
+    """
     assert limits.graph is not None
-    graph, capacity = limits.graph, record_capacity(params, limits)
-    if max(max_query_tiles(graph, params), capacity.items) > MAX_TILES:
-        return f"it may need more than {MAX_TILES} work items"
-    if capacity.items * params.num_kv_heads > MAX_PRODUCT:
-        return "it may need more work items than a launch counts"
-    if ceil_div(_longest(graph), params.cols) * MAX_SPLITS > MAX_PRODUCT:
-        return "a request may have more keys than its splits count"
+    graph, items = limits.graph, record_capacity(params, limits).items
+    kv_tiles = ceil_div(_longest(graph), params.cols)
+    if max(items * params.num_kv_heads, kv_tiles * MAX_SPLITS) > MAX_PRODUCT:
+        return False
+    if max(max_query_tiles(graph, params), items) > MAX_TILES:
+        return False
     if limits.fixed_split_size is None or limits.disable_split_kv:
-        return None
+        return True
     chunk = max(1, ceil_div(limits.fixed_split_size, params.cols))
     parts = ceil_div(ceil_div(graph.max_kv_tokens, params.cols), chunk)
-    if parts > MAX_SPLITS:
-        return f"fixed_split_size may split a request into more than {MAX_SPLITS} parts"
-    if parts > 1 and max_fixed_size_splits(graph, params, chunk) > limits.workspace_bytes // params.partial_bytes:
-        return "fixed_split_size may need more than the float workspace"
-    return None
+    room = limits.workspace_bytes // params.partial_bytes
+    return parts <= 1 or (parts <= MAX_SPLITS and max_fixed_size_splits(graph, params, chunk) <= room)
 
 
 def _longest(graph: GraphLimits) -> int:
@@ -103,15 +103,8 @@ class Planner:
             "max_rows": graph.max_rows,
             "max_pages": max(_longest(graph) // page_size, 1),
             "page_size": page_size,
-            "rows": params.rows,
-            "cols": params.cols,
-            "group_size": params.group_size,
-            "num_kv_heads": params.num_kv_heads,
-            "causal": int(params.causal),
+            **{name: int(getattr(params, name)) for name in SCHEDULER_FIELDS},
             "window_left": max(-1, min(params.window_left, 1 << 30)),
-            "resident_ctas": params.resident_ctas,
-            "min_split_tiles": params.min_split_tiles,
-            "partial_cost": params.partial_cost,
             "fixed_chunk": 0 if fixed is None else min(ceil_div(fixed, params.cols), kv_tiles + 1),
             "l2_kv_tokens": min(params.l2_kv_tokens, MAX_PRODUCT),
             "max_tiles": max_tiles,
@@ -119,8 +112,7 @@ class Planner:
             "merge_capacity": self.capacity.merges,
             "partial_capacity": min(self.capacity.partials, MAX_PRODUCT),
         }
-        launch = load(PlanSpec(), gpu.arch.name, gpu.device_index, False)
-        self.launch = launch.bind(static, LENGTH_FIELDS, MEMORY_FIELDS)
+        self.launch = gpu.loaded(PlanSpec(), enable_pdl=False).bind(static, LENGTH_FIELDS, MEMORY_FIELDS)
 
     def placed(self, lengths: DeviceLengths, staging: Staging) -> torch.Tensor:
         """Prepares a launch, and returns the device memory of the records."""

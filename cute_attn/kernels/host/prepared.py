@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -38,17 +38,15 @@ class PreparedKernel:
         static: Fields,
         groups: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
         combine: CombineKernel | None = None,
-        renamed: Mapping[str, str] | None = None,
     ) -> None:
         """`groups`: fields of addresses, of strides (but for the output's), and of numbers. `combine`: None for a
-        kernel that leaves no partials to combine. `renamed`: the kernel's names of `operands.ROLES` where they
-        differ.
+        kernel that leaves no partials to combine.
         """
         addresses, strides, numbers = groups
         output = Output(settings, partial=combine is not None and not batched(settings.features))
         self.output, self.combine = output, combine
         groups = addresses, strides + output.stride_fields, numbers
-        self.attention = OptionalBounds(launch, static | output.static, groups, renamed)
+        self.attention = OptionalBounds(launch, static | output.static, groups)
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values

@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from cute_attn.kernels.combine.spec import rows_of_warps
-from cute_attn.kernels.host.batch import Tiling
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import (
     Fire,
@@ -24,7 +23,6 @@ from cute_attn.kernels.host.operands import (
 from cute_attn.kernels.host.prepared import Addresses, Grid, PreparedKernel
 from cute_attn.problem import Problem, Settings
 from cute_attn.runtime.launch import Bound, Settled, Values, current_stream
-from cute_attn.schedule.split_kv import Split, ceil_div, split_kv, visible_tokens
 
 MAX_LENGTHS = 512  # schedules kept: lengths vary without end, and a schedule is cheap to compute again
 
@@ -47,24 +45,6 @@ class SingleSchedule(Generic[T]):
 
 
 Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
-RequestLaunch = Callable[[Settings, Tiling[T], Split, int, int], tuple[Grid, Values]]
-# ^ from settings, tiling, split, qo_len and kv_len to a grid and the numbers of a kernel
-
-
-def schedule_request(
-    settings: Settings, tiling: Tiling[T], launch: RequestLaunch[T], qo_len: int, kv_len: int
-) -> SingleSchedule[T]:
-    """Returns the schedule of a request with these lengths: the split of its keys, and the launch."""
-    rows, cols, heads, head_blocks, causal, window_left, resident_ctas, min_split_tiles, *_ = tiling.params
-    tokens = (rows - 1) // heads + 2  # that one query tile can touch
-    visible = visible_tokens(qo_len, kv_len, tokens, causal, window_left)
-    query_tiles, kv_tiles = ceil_div(qo_len * heads, rows) * head_blocks, ceil_div(kv_len, cols)
-    split = split_kv(kv_tiles, ceil_div(visible, cols), query_tiles, resident_ctas, min_split_tiles)
-    parts, features = split.num_splits, settings.features
-    partial_bytes = qo_len * features.num_qo_heads * parts * 4 * (features.head_dim_vo + 1) if parts > 1 else 0
-    return SingleSchedule(tiling.tile, heads, parts, *launch(settings, tiling, split, qo_len, kv_len), partial_bytes)
-
-
 Launches = tuple[Bound, Pick]
 Work = tuple[int, Launches, Addresses, Settled, int, tuple[Launches, Settled, int] | None, SingleSchedule[Any]]
 # ^ of a number of keys: the attention launches, addresses, what is settled, and bytes of partial results; of combine

@@ -63,7 +63,7 @@ class MlaProgram(LatentProgram):
         finish = FinalEpilogue.of(params)
         threads = self.spec.threads  # all, at the CTA's barrier
         merge = StateMerge(self.spec, params, self.memory, LoneWarp(), shared_memory(), finish, 0, threads)
-        factor = device_scale(params.scale_ptr) * Float32(ptx.LOG2E)
+        factor = device_scale(params.scale0) * Float32(ptx.LOG2E)
         scales = params.scale * factor, params.rope_scale * factor
         while partition.overlaps(segment, share):
             split = partition.split(segment, share)

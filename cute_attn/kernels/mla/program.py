@@ -26,7 +26,7 @@ class MlaParams(NamedTuple):
     seq_lens: Int64
     q_indptr: Int64
     sinks: Int64
-    scale_ptr: Int64
+    scale0: Int64
     v_scale_ptr: Int64
     partials: Int64
     counters: Int64

@@ -59,16 +59,16 @@ class XqaParams(NamedTuple):
     v: Int64
     o: Int64
     lse: Int64
-    k_sf: Int64
-    v_sf: Int64
+    k_scales: Int64
+    v_scales: Int64
     table: Int64
     page_starts: Int64
     seq_lens: Int64
     q_indptr: Int64
     mask: Int64
     sinks: Int64
-    scale_ptr: Int64
-    more_scale_ptr: Int64
+    scale0: Int64
+    scale1: Int64
     v_scale_ptr: Int64
     partials: Int64
     counters: Int64
@@ -78,16 +78,16 @@ class XqaParams(NamedTuple):
     o_stride_h: Int64
     k_stride_h: Int64
     v_stride_h: Int64
-    k_sf_stride_h: Int64
-    v_sf_stride_h: Int64
+    k_scales_stride_h: Int64
+    v_scales_stride_h: Int64
     k_stride_page: Int32
     k_stride_n: Int32
     v_stride_page: Int32
     v_stride_n: Int32
-    k_sf_stride_page: Int32
-    k_sf_stride_n: Int32
-    v_sf_stride_page: Int32
-    v_sf_stride_n: Int32
+    k_scales_stride_page: Int32
+    k_scales_stride_n: Int32
+    v_scales_stride_page: Int32
+    v_scales_stride_n: Int32
     mask_row_bytes: Int32
     batch: Int32
     capacity: Int32

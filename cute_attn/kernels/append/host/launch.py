@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, THREADS, VECTOR, AppendSpec
-from cute_attn.kernels.host.gpu import Gpu, load
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import Fields, divisor
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import short
@@ -66,10 +66,10 @@ def run(append: Append, gpu: Gpu) -> bool:
     slots = SLOTS[type(append.slots)]
     names = INDICES[slots]
     indices = [x if x.dtype in INDEX_DTYPES else x.int() for x in append.slots[: len(names)]]
-    tensors = *append.rows, *append.caches, *append.block_scales, *indices
-    addresses = [x.data_ptr() for x in tensors]
-    layouts = tuple([(x.shape, x.stride(), x.dtype, a & 15) for x, a in zip(tensors, addresses, strict=True)])
-    found = prepared(_launches, append.stored, slots, layouts, gpu)
+    groups = append.rows, append.caches, append.block_scales, indices
+    addresses = [x.data_ptr() for group in groups for x in group]
+    plain = [tuple([(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in group]) for group in groups]
+    found = prepared(_launches, gpu, append.stored, slots, *plain)
     if found is None:
         return False
     launch, settled = found
@@ -137,20 +137,20 @@ def _copy_access(rows: Layout, cache: Layout) -> int:
     return min(rows.alignment, cache.alignment, row_bytes & -row_bytes or VECTOR)
 
 
-def _launches(stored: str, slots: str, layouts: tuple[Any, ...], gpu: Gpu) -> tuple[Bound, Settled] | None:
+def _launches(gpu: Gpu, stored: str, slots: str, *plain: Any) -> tuple[Bound, Settled] | None:
     """Returns launches of the kernel by the addresses of rows, caches, block scales and indices, then numbers and
     addresses of scales, and their grid. None: the kernel cannot run the request, or there is nothing to write.
 
-    `layouts`: of those tensors, as plain tuples, which calls make and compare in a third of the time.
+    `plain`: layouts of those tensors, as plain tuples, which calls make and compare in a third of the time.
     """
-    of = _grouped(stored, slots, layouts)
+    of = Layouts(stored, slots, *(tuple(map(Layout._make, group)) for group in plain))
     if not fits(of) or 0 in (*of.rows[0].shape, of.caches[0].shape[0]):
         return None
     chosen = spec(of)
     units = [n // chosen.per_thread for n in _units(of, chosen.access)]
     nnz, heads, _ = of.rows[0].shape
     items = nnz * heads * max(units)
-    launch = load(chosen, gpu.arch.name, gpu.device_index, gpu.arch.pdl)
+    launch = gpu.loaded(chosen)
     names = {param.name for param in launch.artifact.params}
     fields: Fields = {**dict.fromkeys(names, 0), "k_units": 1, "v_units": 1, **_shared(of)}
     for i, side in enumerate(SIDES[: len(units)]):
@@ -162,16 +162,6 @@ def _launches(stored: str, slots: str, layouts: tuple[Any, ...], gpu: Gpu) -> tu
     bound += [side + "scale" for side in sides] + [side + "scale_address" for side in sides]
     static = {name: fields[name] for name in names.difference(bound)}
     return launch.bind(static, bound), ((-(-items // THREADS), len(units), 1),)
-
-
-def _grouped(stored: str, slots: str, layouts: tuple[Any, ...]) -> Layouts:
-    """Returns the layouts by kinds of tensors: as many caches and, for NVFP4, block scales as rows, then indices."""
-    found = [Layout(*x) for x in layouts]
-    tensors = len(found) - len(INDICES[slots])
-    n = tensors // (3 if stored == NVFP4 else 2)
-    groups = found[:n], found[n : 2 * n], found[2 * n : tensors], found[tensors:]
-    rows, caches, block_scales, indices = map(tuple, groups)
-    return Layouts(stored, slots, rows, caches, block_scales, indices)
 
 
 def _operand(of: Layouts, i: int, access: int, units: int) -> Fields:

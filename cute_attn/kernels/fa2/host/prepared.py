@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from cute_attn.kernels.fa2.host.variant import scores, spec
-from cute_attn.kernels.fa2.spec import Tile
+from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.features import batched
-from cute_attn.kernels.host.gpu import Gpu, load
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS, PlainStrides
 from cute_attn.kernels.host.params import (
     NO_BATCH,
@@ -30,22 +29,18 @@ LENGTH_FIELDS = ("qo_len", "kv_len", "right", "left", "tiles_per_split")  # of a
 
 
 class Fa2Kernel(PreparedKernel):
-    """A loaded kernel of one tile for problems of the same settings. The `heads` that share a tile are those of a kv
-    head.
-    """
+    """A loaded kernel for problems of the same settings. The `heads` that share a tile are those of a kv head."""
 
-    def __init__(self, settings: Settings, tile: Tile, heads: int, combine: bool, gpu: Gpu) -> None:
+    def __init__(self, settings: Settings, spec: Fa2Spec, heads: int, combine: CombineKernel | None, gpu: Gpu) -> None:
         features = settings.features
         batch = batched(features)
-        split = combine and not batch
-        launch = load(spec(settings, tile, split), gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
         self.plain_strides = PlainStrides(settings)
         static: Fields = {
             **divisor("group", heads),
             "num_qo_heads": features.num_qo_heads,
             **divisor("num_kv_heads", features.num_kv_heads),
             **divisor("page_size", settings.page_size),
-            **score_fields(settings, scores(features)),
+            **score_fields(settings, spec.scores),
             **rope_fields(settings),
             "lse_scale": settings.lse_scale,
             **range_bounds(settings),
@@ -55,7 +50,7 @@ class Fa2Kernel(PreparedKernel):
         else:
             static |= {**NO_BATCH, "full_tiles": -1}
         groups = ADDRESS_FIELDS, STRIDE_FIELDS, batch_fields(settings) if batch else LENGTH_FIELDS
-        super().__init__(settings, launch, static, groups, CombineKernel(settings, heads, gpu) if combine else None)
+        super().__init__(settings, gpu.loaded(spec, settings.enable_pdl), static, groups, combine)
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values

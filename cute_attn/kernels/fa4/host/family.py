@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from cute_attn.kernels.fa4 import tiles
 from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
-from cute_attn.kernels.host.family import TiledFamily
-from cute_attn.kernels.host.persistent.batch import family
-from cute_attn.kernels.host.persistent.variant import PersistentKernels
+from cute_attn.kernels.host.persistent.family import PersistentFamily
 
-KERNELS: PersistentKernels[BlackwellTile] = PersistentKernels("fa4", Fa4Spec, tiles.page_source, tiles.choose)
-FAMILY: TiledFamily[BlackwellTile] = family(KERNELS)
+FAMILY: PersistentFamily[BlackwellTile] = PersistentFamily("fa4", Fa4Spec, tiles.page_source, tiles.choose)

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.smem_map import PersistentTile
 from cute_attn.kernels.blocks.tiles import tile_rows
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.host.combine import CombineKernel
-from cute_attn.kernels.host.features import batched
-from cute_attn.kernels.host.gpu import Gpu, load
+from cute_attn.kernels.host.features import batched, rotates
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS
 from cute_attn.kernels.host.params import (
     NO_BATCH,
@@ -27,7 +28,6 @@ from cute_attn.kernels.host.params import (
     rope_fields,
     score_fields,
 )
-from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.prepared import Addresses, PreparedKernel, prepared
 from cute_attn.problem import Settings
 from cute_attn.runtime import counters, tensormap
@@ -143,19 +143,10 @@ class PersistentKernel(PreparedKernel):
     """
 
     def __init__(
-        self,
-        kernels: variant.PersistentKernels[variant.T],
-        settings: Settings,
-        tile: variant.T,
-        heads: int,
-        combine: bool,
-        gpu: Gpu,
+        self, settings: Settings, spec: PersistentSpec, heads: int, combine: CombineKernel | None, gpu: Gpu
     ) -> None:
-        features = settings.features
-        batch = batched(features)
-        split = combine and not batch
-        kernel = kernels.spec(settings, tile, split)
-        launch = load(kernel, gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
+        features, tile = settings.features, spec.tile
+        batch, launch = batched(features), gpu.loaded(spec, settings.enable_pdl)
         self.counters = counters.of_device(gpu.device_index)  # allocated now: the first run may be captured
         self.maps = TensorMaps(settings, tile, heads)
         self.paged, self.block_scales = features.kv_source == "paged", features.kv_block_scales
@@ -167,21 +158,21 @@ class PersistentKernel(PreparedKernel):
             **divisor("group", heads),
             "tile_rows": tile_rows(tile.rows, heads),
             **divisor("kv_group", head_blocks // features.num_kv_heads),
-            **score_fields(settings, variant.scores(features)),
+            **score_fields(settings, spec.scores),
             "lse_scale": settings.lse_scale,
             "head_blocks": head_blocks,
             **divisor("page_size", settings.page_size),
             "box_rows": self.maps.box_rows,
         }
         static |= dict.fromkeys(LENGTH_FIELDS, 0) if batch else NO_BATCH
-        if variant.rotates(features):
+        if rotates(features):
             static |= rope_fields(settings)
         groups = (
             (*ADDRESS_FIELDS, OUTPUT_MAP) if self.output_map else ADDRESS_FIELDS,
             PAGE_FIELDS + BLOCK_SCALE_FIELDS if self.block_scales else PAGE_FIELDS,
             ORDER_FIELDS + (batch_fields(settings) if batch else LENGTH_FIELDS),
         )
-        super().__init__(settings, launch, static, groups, CombineKernel(settings, heads, gpu) if combine else None)
+        super().__init__(settings, launch, static, groups, combine)
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values

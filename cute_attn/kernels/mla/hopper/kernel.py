@@ -94,7 +94,7 @@ class HopperMlaProgram(LatentProgram):
     @cute.jit
     def multiply(self, p: MlaParams, rings: Rings) -> None:
         """Process the tiles of all segments."""
-        scale = p.scale * device_scale(p.scale_ptr) * Float32(ptx.LOG2E)
+        scale = p.scale * device_scale(p.scale0) * Float32(ptx.LOG2E)
         mma = MmaWarpgroup(self.memory, rings, shared_memory(), scale)
         q, kv = start(), start()
         rings.q.wait_full(q)

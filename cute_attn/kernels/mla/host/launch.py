@@ -7,7 +7,7 @@ stream, or of a captured launch.
 
 from __future__ import annotations
 
-from cute_attn.kernels.host.gpu import Gpu, load
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, OptionalBounds, fire_first, launch_nothing, optional_tensors
 from cute_attn.kernels.host.params import UNBOUNDED, Fields
 from cute_attn.kernels.host.prepared import prepared
@@ -52,8 +52,8 @@ def loaded(settings: MlaSettings, qo_len: int, gpu: Gpu) -> tuple[OptionalBounds
         "v_scale": settings.v_scale,
         "lse_scale": settings.lse_scale,
     }
-    launch = load(config.spec, gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
-    return OptionalBounds(launch, static, (ADDRESSES, STRIDES, NUMBERS), renamed={"scale0": "scale_ptr"}), config
+    launch = gpu.loaded(config.spec, settings.enable_pdl)
+    return OptionalBounds(launch, static, (ADDRESSES, STRIDES, NUMBERS)), config
 
 
 def run(problem: MlaProblem, gpu: Gpu) -> Fire:

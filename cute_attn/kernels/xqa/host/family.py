@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cute_attn.kernels.host.batch import BatchRun, Launched, Memory, uploaded
+from cute_attn.kernels.host.batch import BatchRun, Launched, Memory
 from cute_attn.kernels.host.family import KernelLaunch
-from cute_attn.kernels.host.gpu import Gpu, load
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, launch_nothing, optional_tensors
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
@@ -35,7 +35,6 @@ from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, DeviceLe
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Bound, current_stream
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule.batch import AllocateInts, allocate_ints
 
 LENGTHS_FIELDS = (
     *("indptr", "last_page_len", "qo_indptr", "seq_lens", "page_starts", "q_indptr"),
@@ -73,17 +72,12 @@ class DecodeRun(Runner):
 
 
 class XqaBatchSchedule(NamedTuple):
-    """Kernel, grid and records of a plan."""
+    """Kernel and records of a plan."""
 
     rule: Rule[Rings]
     config: LaunchConfig
-    batch_size: int
-    records: np.ndarray  # of the lengths (`write_records`), and a counter of zero for every CTA
-
-    @property
-    def grid(self) -> Grid:
-        """Grid of the launch; (0, 1, 1) where there are no requests."""
-        return self.config.grid_of(self.batch_size) if self.batch_size else (0, 1, 1)
+    grid: Grid  # (0, 1, 1) where there are no requests
+    records: np.ndarray  # of the lengths, and a counter of zero for every CTA
 
     def workspace(self) -> tuple[int, int]:
         """Returns the bytes of the workspace in use, and the bytes of the records."""
@@ -91,42 +85,25 @@ class XqaBatchSchedule(NamedTuple):
 
 
 def schedule(
-    settings: Settings,
-    lengths: BatchLengths | DeviceLengths,
-    limits: BatchLimits,
-    arch: Arch,
-    sms: int,
-    allocate: AllocateInts = allocate_ints,
+    settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch, sms: int
 ) -> XqaBatchSchedule:
-    """Returns the schedule of a batch on a GPU of `arch` with `sms` multiprocessors, with records from `allocate`."""
-    qo_len = limits.max_qo_len
-    batch_size = lengths.batch_size
+    """Returns the schedule of a batch on a GPU of `arch` with `sms` multiprocessors."""
+    qo_len, batch_size = limits.max_qo_len, lengths.batch_size
     assert qo_len is not None  # given by decode wrappers
     rule = rule_of_batch(settings, lengths, limits, arch)
     config = prepared(launch_config, settings, qo_len, rule, arch, sms, limits.workspace_bytes)
-    size = record_ints(lengths)
-    records = allocate(size + config.ctas)
-    records[size:] = 0
-    write_records(records[:size], lengths)
-    return XqaBatchSchedule(rule, config, batch_size, records)
+    records = np.concatenate((records_of(lengths), np.zeros(config.ctas, np.int32)), dtype=np.int32)
+    return XqaBatchSchedule(rule, config, config.grid_of(batch_size) if batch_size else (0, 1, 1), records)
 
 
-def record_ints(lengths: BatchLengths | DeviceLengths) -> int:
-    """Return how many numbers `write_records` writes."""
-    return 2 * lengths.batch_size + (0 if lengths.q_len is not None else lengths.batch_size + 1)
-
-
-def write_records(records: np.ndarray, lengths: BatchLengths | DeviceLengths) -> None:
-    """Write the keys of every request, the index of its first page and, unless all have as many query tokens,
-    qo_indptr. Of lengths on the device write zeros, which `XqaBatchRun.again` replaces.
+def records_of(lengths: BatchLengths | DeviceLengths) -> np.ndarray:
+    """Return the keys of every request, the index of its first page and, unless all have as many query tokens,
+    qo_indptr. Of lengths on the device zeros, which `XqaBatchRun.again` replaces.
     """
+    several = lengths.q_len is None
     if isinstance(lengths, DeviceLengths):
-        records[:] = 0
-        return
-    size = lengths.batch_size
-    records[:size], records[size : 2 * size] = lengths.kv_len, lengths.kv_start
-    if lengths.q_len is None:
-        records[2 * size :] = lengths.qo_indptr
+        return np.zeros(lengths.batch_size * (2 + several) + several, np.int32)
+    return np.concatenate((lengths.kv_len, lengths.kv_start, *([lengths.qo_indptr] if several else [])))
 
 
 def rule_of_batch(
@@ -157,19 +134,23 @@ class XqaBatchRun(BatchRun):
         staging: Staging,
         gpu: Gpu,
     ) -> None:
-        planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-        self.config = config = planned.config
-        super().__init__(settings, lambda settings: prepared(XqaKernel, settings, config, gpu), gpu.device_index)
-        self.staging, self.batch_size, self.gpu = staging, planned.batch_size, gpu
-        self.settings, self.limits, self.rule = settings, limits, planned.rule
-        self.page_size, self.grid = settings.page_size, planned.grid
-        memory, size, ints = uploaded(planned.records, limits, staging), planned.batch_size, record_ints(lengths)
-        self.records, self.counters = memory[:ints], memory[ints : ints + planned.config.ctas]
+        planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms)
+        super().__init__(settings, gpu)
+        self.config, self.rule, self.grid = planned.config, planned.rule, planned.grid
+        self.staging, self.limits = staging, limits
+        self.kernel(settings)
+        memory, size = staging.upload(planned.records, limits.keeps_address), lengths.batch_size
+        end = len(planned.records)
+        counters = end - planned.config.ctas
+        self.records, self.counters = memory[:counters], memory[counters:end]
         self.seq_lens, page_starts, q_indptr = (self.records[n * size :].data_ptr() for n in range(3))
         self.q_indptr = q_indptr if lengths.q_len is None else 0  # 0: all requests have as many query tokens
         self.request = 0, page_starts, size  # values of REQUEST_FIELDS
         if isinstance(lengths, DeviceLengths):  # the records do not have them
             self.again(lengths)
+
+    def kernel(self, settings: Settings) -> XqaKernel:
+        return prepared(XqaKernel, settings, self.config, self.gpu)
 
     def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
         """Replaces the lengths of the requests, whose number stays. Returns True, as launches are the same otherwise;
@@ -179,11 +160,9 @@ class XqaBatchRun(BatchRun):
             return None
         if isinstance(lengths, DeviceLengths):
             addresses = self.seq_lens, self.request[1], self.q_indptr
-            self.staging.write(functools.partial(write_lengths, lengths, self.page_size, addresses, self.gpu))
+            self.staging.write(functools.partial(write_lengths, lengths, self.settings.page_size, addresses, self.gpu))
             return True
-        records = self.staging.reserve(record_ints(lengths))  # every launch leaves its counters at zero
-        write_records(records, lengths)
-        self.staging.upload(records)
+        self.staging.upload(records_of(lengths))  # every launch leaves its counters at zero
         return True
 
     def decided(self, memory: Memory) -> Launched:
@@ -195,7 +174,7 @@ class XqaBatchRun(BatchRun):
 
 
 def write_lengths(lengths: DeviceLengths, page_size: int, addresses: tuple[int, int, int], gpu: Gpu) -> None:
-    """Launches the lengths kernel. `addresses`: where `write_records` writes its three arrays; the last 0: not."""
+    """Launches the lengths kernel. `addresses`: where the three arrays of `records_of` are; the last 0: not."""
     batch, last = lengths.batch_size, lengths.last_page_len
     assert last is not None  # of paged requests
     if not batch:
@@ -208,7 +187,7 @@ def write_lengths(lengths: DeviceLengths, page_size: int, addresses: tuple[int, 
 
 def _lengths_kernel(gpu: Gpu) -> Bound:
     """Returns launches of the kernel by values of LENGTHS_FIELDS."""
-    return load(LengthsSpec(), gpu.arch.name, gpu.device_index, gpu.arch.pdl).bind({}, LENGTHS_FIELDS)
+    return gpu.loaded(LengthsSpec()).bind({}, LENGTHS_FIELDS)
 
 
 class XqaFamily:
@@ -258,7 +237,7 @@ class XqaFamily:
     ) -> tuple[None, list[KernelLaunch]]:
         """Returns None, because the kernel shares the keys among its CTAs itself, and the kernel and grid."""
         planned = schedule(settings, lengths, limits, arch, sms)
-        return None, [(planned.config.spec, planned.grid)] if planned.batch_size else []
+        return None, [(planned.config.spec, planned.grid)] if lengths.batch_size else []
 
 
 FAMILY = XqaFamily()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.kernels.host.gpu import Gpu, load
-from cute_attn.kernels.host.operands import Fire, Pick, PlainStrides
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS, Fire, Pick, PlainStrides
 from cute_attn.kernels.host.params import UNBOUNDED, Fields
 from cute_attn.kernels.host.prepared import PLAIN, Addresses, PreparedKernel
 from cute_attn.kernels.xqa.host.variant import LaunchConfig
@@ -22,10 +22,7 @@ from cute_attn.runtime.launch import CPU, Bound, Settled, Values, current_stream
 CHUNK = 16  # bytes; page and token strides of k and v count chunks
 ONE_PAGE = 1 << 30  # page size of keys that are not paged: more tokens than any request has
 
-STRIDE_FIELDS = (
-    *PlainStrides.fields,
-    *("k_sf_stride_page", "k_sf_stride_n", "k_sf_stride_h", "v_sf_stride_page", "v_sf_stride_n", "v_sf_stride_h"),
-)
+STRIDE_FIELDS = (*PlainStrides.fields, *BLOCK_SCALE_FIELDS)
 # A field that a launch does not use is 0: of `table_stride` and `page_starts` one is, and without draft tokens
 # `q_indptr` and `mask` are. `capacity`, the most keys, is that of a single request, which grows with its cache.
 ADDRESS_FIELDS = ("q", "k", "v", "o", "lse", "counters", "partials", "capacity")
@@ -33,7 +30,6 @@ TABLE_FIELDS = ("table", "seq_lens", "q_indptr", "mask")  # addresses, which mov
 REQUEST_FIELDS = ("table_stride", "page_starts", "batch")
 # Where the kernel reads ahead: pages of the cache, and entries of the page table; 1 and 1 without pages.
 PAGES, ENTRIES = "pages", "entries"
-ROLE_NAMES = {"scale0": "scale_ptr", "scale1": "more_scale_ptr", "k_scales": "k_sf", "v_scales": "v_sf"}
 
 
 @functools.lru_cache(MAX_DEVICES)
@@ -55,7 +51,7 @@ class XqaKernel(PreparedKernel):
 
     def __init__(self, settings: Settings, config: LaunchConfig, gpu: Gpu) -> None:
         features, spec = settings.features, config.spec
-        launch = load(spec, gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
+        launch = gpu.loaded(spec, settings.enable_pdl)
         self.ahead = config.reads_ahead
         self.paged = features.kv_source == "paged"
         self.plain_strides = PlainStrides(settings, CHUNK)
@@ -80,7 +76,7 @@ class XqaKernel(PreparedKernel):
             static |= dict(zip(TABLE_FIELDS, (table.data_ptr(), length.data_ptr(), 0, 0), strict=True))
             settled = ()
         groups = ADDRESS_FIELDS + moving, strides, request + settled
-        super().__init__(settings, launch, static, groups, renamed=ROLE_NAMES)
+        super().__init__(settings, launch, static, groups)
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values

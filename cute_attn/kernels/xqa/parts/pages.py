@@ -122,14 +122,14 @@ class PagedKv:
         lane = ptx.opaque(cute.arch.thread_idx()[0]) & 31
         k, v = (
             self.team.shifted(base + Int64(self.head) * stride, size)
-            for base, stride in ((p.k_sf, p.k_sf_stride_h), (p.v_sf, p.v_sf_stride_h))
+            for base, stride in ((p.k_scales, p.k_scales_stride_h), (p.v_scales, p.v_scales_stride_h))
         )
         if memory.spec.cols < 32:
             wanted = isa.all_of([wanted, lane < memory.spec.cols])
         for i, (page, token) in enumerate(zip(token_pages.pages, token_pages.offsets, strict=True)):
             present = ptx.select(self.readable(start + lane + 32 * i), Int32(size), Int32(0))
-            k_at = isa.mad_wide(token, p.k_sf_stride_n, isa.mad_wide(page, p.k_sf_stride_page, k))
-            v_at = isa.mad_wide(token, p.v_sf_stride_n, isa.mad_wide(page, p.v_sf_stride_page, v))
+            k_at = isa.mad_wide(token, p.k_scales_stride_n, isa.mad_wide(page, p.k_scales_stride_page, k))
+            v_at = isa.mad_wide(token, p.v_scales_stride_n, isa.mad_wide(page, p.v_scales_stride_page, v))
             target = slot + lane * size
             for source, base in ((k_at, memory.k_scales), (v_at, memory.v_scales)):
                 isa.copy_if(wanted, target, base + 32 * i * size, source, 0, present, size)

@@ -18,7 +18,7 @@ from cute_attn.kernels.blocks.softmax import INFINITY, SLACK, Running, add, any_
 
 def log2_scale(p: Any, factor: float = 1.0) -> Float32:
     """Returns the factor from scores to base-2 exponents; `p`: XqaParams. K counts as `factor` times what it is."""
-    device_scales = device_scale(p.scale_ptr) * device_scale(p.more_scale_ptr)
+    device_scales = device_scale(p.scale0) * device_scale(p.scale1)
     return p.scale * device_scales * Float32(ptx.LOG2E * factor)
 
 

@@ -1,4 +1,6 @@
-"""Specs and tiles of a family of persistent kernels, for problems of given settings."""
+"""Persistent kernels as kernel families: their specs and tiles, for batches and single requests, and the order in which
+a launch takes tiles.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec, PersistentTile
 from cute_attn.kernels.blocks.tiles import (
@@ -18,11 +20,20 @@ from cute_attn.kernels.blocks.tiles import (
     TileProblem,
     tile_rows,
 )
-from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, schedule, score_steps
+from cute_attn.kernels.host.batch import Tiling
+from cute_attn.kernels.host.family import TiledFamily
+from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, rotates, schedule, score_steps
+from cute_attn.kernels.host.params import magic
+from cute_attn.kernels.host.persistent.prepared import PersistentKernel, order_values
+from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.problem import Features, Settings, short
 from cute_attn.request.settings import FP8, MAX_KV_LEN
 from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.launch import Values
 from cute_attn.runtime.spec import KernelSpec
+from cute_attn.schedule.batch import Size, orders_by_l2
+from cute_attn.schedule.cuts import SchedulerParams
+from cute_attn.schedule.split_kv import Split, ceil_div, min_split_tiles
 
 SMALL_PAGE, LARGE_PAGE = 1, 128  # tokens: every page size has the kernels of one of these
 SECTION_BYTES = 32 << 20  # keys and values of an L2 section
@@ -42,19 +53,17 @@ T = TypeVar("T", bound=PersistentTile)
 
 
 @dataclass(frozen=True, eq=False)
-class PersistentKernels(Generic[T]):
-    """What the host code of persistent kernels asks a family. Compared by identity: it is part of keys."""
+class PersistentFamily(TiledFamily[T]):
+    """Compared by identity: it is part of keys."""
 
     name: str
     spec_type: Callable[..., PersistentSpec]
     page_source: Callable[[tuple[int, int], int, Operands], str]  # from head dims and page size to `kv` of a spec
     choose_tile: Callable[[str, TileProblem], T]  # from an architecture
+    kernel = PersistentKernel
     packs_any_group: bool = False  # whether heads share tiles whose rows their number does not divide
 
     def spec(self, settings: Settings, tile: T, split: bool) -> PersistentSpec:
-        """Returns the kernel that solves problems of these settings with this tile. `split`: the keys of a single
-        request are split.
-        """
         features = settings.features
         edges = "band" if settings.window_left >= 0 else "stop"
         mask = "packed" if features.custom_mask else "multi_item" if features.multi_item else edges
@@ -116,7 +125,6 @@ class PersistentKernels(Generic[T]):
         return group if packed < alone else 1
 
     def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
-        """Returns every kernel that calls of these features may need, whatever their lengths."""
         kernels: list[KernelSpec] = [
             self.spec(settings, self.tile(settings, arch.name, launch), split)
             for window, causal, page_size in itertools.product(WINDOWS, (True, False), (SMALL_PAGE, LARGE_PAGE))
@@ -125,6 +133,64 @@ class PersistentKernels(Generic[T]):
             for split in ((False,) if batched(features) else (False, True))
         ]
         return [*dict.fromkeys(kernels), combine_spec(features)]
+
+    def tiling(self, settings: Settings, size: Size, arch: Arch, sms: int) -> Tiling[T]:
+        launch, features = UNKNOWN_LAUNCH, settings.features
+        if size.kv_len is not None:
+            launch = launch_of(size.rows * features.num_qo_heads, sms, size.qo_len, size.kv_len)
+        tile = prepared(self.tile, settings, arch.name, launch)
+        section = 1 << (size.longest - 1).bit_length() if size.longest else 0
+        return prepared(_tiling, settings, tile, self.heads_per_tile(features, size.qo_len, tile), section, sms, launch)
+
+    def request_launch(
+        self, settings: Settings, tiling: Tiling[T], split: Split, qo_len: int, kv_len: int
+    ) -> tuple[Grid, Values]:
+        heads, tile = tiling.params.group_size, tiling.tile
+        blocks = ceil_div(qo_len * heads, tiling.params.rows)
+        query_tiles = blocks * tiling.params.num_kv_heads
+        total, section = split.num_splits * query_tiles, section_heads(settings.features, heads, kv_len)
+        order = order_values(total, section * blocks, section)
+        lengths = qo_len, kv_len, blocks - 1, split.tiles_per_split * tile.cols, query_tiles, *magic(query_tiles)
+        return (tile.ctas * min(total, tiling.params.resident_ctas), 1, 1), order + lengths
+
+
+def _tiling(
+    settings: Settings,
+    tile: T,
+    heads: int,
+    kv_len: int,
+    sms: int,
+    launch: Launch,
+) -> Tiling[T]:
+    """Returns the tiling for a launch with requests of up to `kv_len` keys. To the scheduler, `heads` that share a tile
+    are one group.
+    """
+    features = settings.features
+    section = section_heads(features, heads, kv_len, launch)
+    kv_heads = max(1, section * heads * features.num_kv_heads // features.num_qo_heads)
+    groups = max(1, sms * tile.per_sm // tile.ctas)  # of CTAs that share work items
+    params = SchedulerParams(
+        rows=tile_rows(tile.rows, heads),
+        cols=tile.cols,
+        group_size=heads,
+        num_kv_heads=features.num_qo_heads // heads,
+        causal=settings.causal,
+        window_left=settings.window_left,
+        resident_ctas=groups,
+        min_split_tiles=min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo),
+        partial_row_bytes=4 * (features.head_dim_vo + 1),
+        l2_section_heads=section,
+        l2_kv_tokens=section_tokens(features, launch) // kv_heads,
+    )
+    return Tiling(tile, params, tile.ctas, batch_order)
+
+
+def batch_order(params: SchedulerParams, items: int, late: int) -> Values:
+    """Returns the values of the kernel's ORDER_FIELDS for a launch of so many work items. `late`: query tiles whose
+    parts come last.
+    """
+    heads = params.l2_section_heads if orders_by_l2(params, items, late) else params.num_kv_heads
+    return order_values(items * params.num_kv_heads, max(1, items) * heads, heads)
 
 
 def launch_of(rows: int, sms: int, qo_len: int, kv_len: int) -> Launch:
@@ -143,11 +209,6 @@ def scores(features: Features) -> tuple[str, ...]:
     """
     steps = score_steps(features)
     return () if features.q_dtype in FP8 and steps == ("scale",) else steps
-
-
-def rotates(features: Features) -> bool:
-    """Tells whether q and k are rotated."""
-    return features.pos_encoding_mode == "ROPE_LLAMA"
 
 
 def operands(features: Features) -> Operands:
