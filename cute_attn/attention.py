@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, key_ranges, sink_variant
-from cute_attn.request.batch_plan import PlanOptions, PlanRequest, Splits
+from cute_attn.request.batch_plan import PlanOptions, PlanRequest
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.key_ranges import KeyRanges
@@ -102,7 +102,7 @@ class BatchAttention(BatchWrapper):
         page_size = batch_plan.count("page_size", page_size)
         arrays = IndexArrays(NAMES, qo_indptr, kv_indptr, kv_indices, page_size=page_size)
         lengths = arrays.on_host_in_tokens(kv_len_arr)
-        return PlanRequest(PlanOptions.of(locals()), Splits(None, False), page_size, lengths=lengths)
+        return PlanRequest(PlanOptions.of(locals()), page_size=page_size, lengths=lengths)
 
     @declare.operator("batch_attention_run", fakes.attention, is_method=True)
     def run(

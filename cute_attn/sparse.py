@@ -8,7 +8,7 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.request import batch_plan, block_sparse, checks
-from cute_attn.request.batch_plan import PlanOptions, PlanRequest, Splits
+from cute_attn.request.batch_plan import PlanOptions, PlanRequest
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.block_sparse import convert_bsr_mask_layout
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, makes_plan, older_form
@@ -127,7 +127,7 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         lengths = block_sparse.bsr(indptr, indices, matrix)
         options = PlanOptions.of(given, head_dim_qk=head_dim, causal=False)
         packed = block_sparse.bsr_mask(mask, packed_mask, causal, lengths, matrix, self.device)
-        return PlanRequest(options, Splits(None, False), C, matrix=matrix, lengths=lengths, mask=packed)
+        return PlanRequest(options, page_size=C, matrix=matrix, lengths=lengths, mask=packed)
 
     begin_forward = plan
 
@@ -257,8 +257,7 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         options = PlanOptions.of(locals(), **sizes, causal=False)
         flat = block_sparse.causal_mask(lengths, matrix) if checks.boolean("causal", causal) else None
         mask = batch_plan.mask(flat, None, lengths, self.device)
-        size = matrix.page_size
-        return PlanRequest(options, Splits(None, False), size, matrix=matrix, lengths=lengths, mask=mask)
+        return PlanRequest(options, page_size=matrix.page_size, matrix=matrix, lengths=lengths, mask=mask)
 
     begin_forward = plan
 

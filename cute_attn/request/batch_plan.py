@@ -108,8 +108,8 @@ def count(name: str, value: Any) -> int:
 class Splits(NamedTuple):
     """How a schedule may split keys."""
 
-    fixed_split_size: int | None  # tokens
-    disable_split_kv: bool
+    fixed_split_size: int | None = None  # tokens
+    disable_split_kv: bool = False
 
 
 def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Splits:
@@ -312,8 +312,8 @@ class PlanRequest(NamedTuple):
     """What a `plan` asks for."""
 
     options: PlanOptions
-    splits: Splits
-    page_size: int
+    splits: Splits = Splits()
+    page_size: int = 1
     max_qo_len: int | None = None  # most query tokens of a request, where launches may depend on it
     newest: bool = False  # whether all query tokens are the newest of their request, and see the keys up to their own
     matrix: Any = None  # `block_sparse.Matrix`, of a block-sparse plan
