@@ -27,7 +27,7 @@ from cute_attn.errors import ArgumentError, RuntimeArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import short
 from cute_attn.request import checks
-from cute_attn.request.append import Append, OwnRows, Scale, integers, own_rows
+from cute_attn.request.append import Append, OwnRows, Scale, integers
 from cute_attn.request.bit_packing import packbits, segment_packbits
 from cute_attn.request.nvfp4 import (
     BLOCK,
@@ -284,7 +284,7 @@ def fp8_quantize_paged_kv_cache(
             number = float(scale_of(f"{name}_scale", scale, cache.device, read=True))
         output = torch.empty(cache.shape, dtype=dtype, device=cache.device)
         rows = cache.flatten(2)
-        append.run(Append((rows,), (own_rows(output.view(rows.shape)),), OwnRows(), short(dtype), scales=(number,)))
+        append.run(Append((rows,), (output.view(rows.shape).unsqueeze(1),), OwnRows(), short(dtype), scales=(number,)))
         quantised.append((output, number))
     (k, k_number), (v, v_number) = quantised
     return (k, v), k_number, v_number
@@ -307,7 +307,8 @@ def _quantised(rows: torch.Tensor, scale: Scale, shape: torch.Size) -> Pair:
     outer, size = rows.shape[:2], rows.shape[2]
     data = rows.new_empty((*outer, size // 2), dtype=torch.uint8)
     block_scales = rows.new_empty((*outer, size // BLOCK), dtype=torch.uint8)
-    append.run(Append((rows,), (own_rows(data),), OwnRows(), "nvfp4", (own_rows(block_scales),), (scale,)))
+    caches = (data.unsqueeze(1),), (block_scales.unsqueeze(1),)
+    append.run(Append((rows,), caches[0], OwnRows(), "nvfp4", caches[1], (scale,)))
     return data.view(*shape, size // 2), block_scales.view(*shape, size // BLOCK)
 
 
