@@ -104,7 +104,7 @@ class BatchAttention(BatchWrapper):
         lengths = arrays.on_host_in_tokens(kv_len_arr)
         return PlanRequest(PlanOptions.of(locals()), page_size=page_size, lengths=lengths)
 
-    @declare.operator("batch_attention_run", fakes.attention, is_method=True)
+    @declare.operator("batch_attention_run", fakes.attention)
     def run(
         self,
         q: torch.Tensor,
@@ -257,7 +257,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
 
     begin_forward = plan
 
-    @declare.operator("ranges_prefill_run", fakes.attention, is_method=True)
+    @declare.operator("ranges_prefill_run", fakes.attention)
     def run(
         self,
         q: torch.Tensor,

@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError
-from cute_attn.ops import declare, fakes, trace
+from cute_attn.ops import declare, trace
 from cute_attn.request import append as appending
 from cute_attn.request import batch_plan, checks, nvfp4
 from cute_attn.request.append import NO_SCALES, Append, Tensors
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-@declare.operator("append", fakes.nothing, mutates=("paged_kv_cache",), returns="()")
+@declare.operator("append", mutates=("paged_kv_cache",))
 def append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -79,7 +79,7 @@ def append_paged_kv_cache(
     _append((append_key, append_value), (k_cache, v_cache), table)
 
 
-@declare.operator("append_mla", fakes.nothing, mutates=("ckv_cache", "kpe_cache"), returns="()")
+@declare.operator("append_mla", mutates=("ckv_cache", "kpe_cache"))
 def append_paged_mla_kv_cache(
     append_ckv: torch.Tensor,
     append_kpe: torch.Tensor,
@@ -207,7 +207,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     return lens if torch.int64 in (kv_indptr.dtype, kv_last_page_len.dtype) else lens.int()
 
 
-@declare.operator("append_nvfp4", fakes.nothing, mutates=("paged_kv_cache", "kv_cache_sf"), returns="()")
+@declare.operator("append_nvfp4", mutates=("paged_kv_cache", "kv_cache_sf"))
 def nvfp4_quantize_append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -250,7 +250,7 @@ def nvfp4_quantize_append_paged_kv_cache(
     _append((append_key, append_value), caches, table, scale_caches, (k_scale, v_scale))
 
 
-@declare.operator("append_nvfp4_slots", fakes.nothing, mutates=("paged_kv_cache", "kv_cache_sf"), returns="()")
+@declare.operator("append_nvfp4_slots", mutates=("paged_kv_cache", "kv_cache_sf"))
 def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     append_key: torch.Tensor,
     append_value: torch.Tensor,

@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 
-@declare.operator("nvfp4_quantize", fakes.nvfp4, mutates=())
+@declare.operator("nvfp4_quantize", fakes.nvfp4)
 def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
     """Quantise to NVFP4 with linear block scales. Can be captured by CUDA graphs.
 
@@ -83,7 +83,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
     return _quantised(input.unsqueeze(1), scale_of("global_scale", global_scale, input.device), input.shape[:-1])
 
 
-@declare.operator("nvfp4_dequantize", fakes.dequantized, mutates=(), returns="Tensor")
+@declare.operator("nvfp4_dequantize", fakes.dequantized)
 def nvfp4_kv_dequantize(
     fp4_data: torch.Tensor,
     block_scales: torch.Tensor,
@@ -126,7 +126,7 @@ def nvfp4_kv_dequantize(
     return _dequantized(fp4_data, scales.view(E4M3), scale).to(output_dtype)
 
 
-@declare.operator("nvfp4_dequantize_paged", fakes.nothing, mutates=("output_k", "output_v"), returns="()")
+@declare.operator("nvfp4_dequantize_paged", mutates=("output_k", "output_v"))
 def nvfp4_kv_dequantize_paged(
     paged_kv_cache: torch.Tensor | Pair,
     kv_cache_sf: torch.Tensor | Pair,

@@ -16,9 +16,8 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import NO_LENGTHS, BatchLengths, Features, Lengths, Settings
 from cute_attn.request import checks, index_arrays, positional
 from cute_attn.request.bit_packing import pack_segments
-from cute_attn.request.once import once
 from cute_attn.request.operands import check_workspace
-from cute_attn.request.settings import MAX_INDEX, MAX_ROWS, Stored, call_settings
+from cute_attn.request.settings import MAX_INDEX, MAX_ROWS, Stored, call_settings, once
 
 UNSET = -1  # FlashInfer's number for a `fixed_split_size` that is not given
 JIT_REASON = "variants written in CUDA are not part of this library"

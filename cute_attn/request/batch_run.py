@@ -16,9 +16,8 @@ from cute_attn.problem import BatchPlan, BatchProblem, DeviceLengths, MemoryRang
 from cute_attn.request import checks, key_ranges, operands
 from cute_attn.request.caches import cache_halves, is_large
 from cute_attn.request.key_ranges import KeyRanges
-from cute_attn.request.once import once
 from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, NO_SCALES, SCALES
-from cute_attn.request.settings import LSE_BASES, MIN_SCALE
+from cute_attn.request.settings import LSE_BASES, MIN_SCALE, once
 
 LSE_LAYOUTS = ("NH", "HN")
 NO_WINDOWS = (-1, -1)
@@ -170,7 +169,7 @@ def _add_run_options(
     """
     s = plan.settings
     q_factor, k_factor, v_factor = (
-        checks.real_or(name, value, 1.0) for name, value in zip(SCALES, (q_scale, k_scale, v_scale), strict=True)
+        checks.real(name, value, 1.0) for name, value in zip(SCALES, (q_scale, k_scale, v_scale), strict=True)
     )
     sm_scale = checks.real("sm_scale * q_scale * k_scale", s.sm_scale * q_factor * k_factor)
     if enable_pdl is not None:

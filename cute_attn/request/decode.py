@@ -140,8 +140,8 @@ def _settings(
 ) -> Settings:
     """Return the settings. `found`: the numbers among the scales."""
     query, k, v = qkv
-    sm_scale = checks.real_or("bmm1_scale", found.q, 1.0) * call.form.bmm1_factor
-    v_scale, o_scale = checks.real_or("bmm2_scale", found.v, 1.0), checks.positive_or("o_scale", call.o_scale, 1.0)
+    sm_scale = checks.real("bmm1_scale", found.q, 1.0) * call.form.bmm1_factor
+    v_scale, o_scale = checks.real("bmm2_scale", found.v, 1.0), checks.positive("o_scale", call.o_scale, 1.0)
     o_dtype = (call.form.out_dtype or query.dtype) if call.out is None else checks.tensor("out", call.out).dtype
     if o_dtype != FP8_OUT:
         v_scale = checks.real("bmm2_scale * o_scale", v_scale * o_scale)

@@ -71,7 +71,7 @@ class SinkVariant(NamedTuple):
             raise ArgumentError(f"sm_scale of plan() must not be 0 where run() brings another one, here {sm_scale}")
         factor = sm_scale / planned_scale
         if not isinstance(q_scale, torch.Tensor):
-            q_scale = checks.real_or("q_scale", q_scale, 1.0)
+            q_scale = checks.real("q_scale", q_scale, 1.0)
         elif q_scale.is_floating_point():
             q_scale = q_scale.float()  # the product of a narrower one would be rounded
         return sinks, q_scale * factor

@@ -146,7 +146,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
     begin_forward = plan
 
-    @declare.operator("paged_decode_run", fakes.attention, is_method=True)
+    @declare.operator("paged_decode_run", fakes.attention)
     def run(
         self,
         q: torch.Tensor,
@@ -210,7 +210,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
     run_return_lse = with_return_lse(run)
 
-    @declare.operator("paged_decode_forward", fakes.attention, mutates=(), is_method=True)
+    @declare.operator("paged_decode_forward", fakes.attention)
     @older_form
     def forward(
         self,

@@ -13,7 +13,7 @@ AXES = ("n", "num_heads")
 S_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@declare.operator("merge_state", fakes.merged_pair, mutates=())
+@declare.operator("merge_state", fakes.merged_pair)
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +43,7 @@ def merge_state(
     return v.to(v_a.dtype), s
 
 
-@declare.operator("merge_state_in_place", fakes.nothing, mutates=("v", "s"), returns="()")
+@declare.operator("merge_state_in_place", mutates=("v", "s"))
 def merge_state_in_place(
     v: torch.Tensor,
     s: torch.Tensor,
@@ -91,7 +91,7 @@ def merge_state_in_place(
     s.copy_(merged_s)
 
 
-@declare.operator("merge_states", fakes.merged_states, mutates=())
+@declare.operator("merge_states", fakes.merged_states)
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge any number of attention states of the same queries over disjoint keys.
 

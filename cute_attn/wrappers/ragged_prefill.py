@@ -135,7 +135,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
 
     begin_forward = plan
 
-    @declare.operator("ragged_prefill_run", fakes.attention, is_method=True)
+    @declare.operator("ragged_prefill_run", fakes.attention)
     def run(
         self,
         q: torch.Tensor,
@@ -197,7 +197,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
 
     run_return_lse = with_return_lse(run)
 
-    @declare.operator("ragged_prefill_forward", fakes.attention, mutates=(), is_method=True)
+    @declare.operator("ragged_prefill_forward", fakes.attention)
     @older_form
     def forward(
         self,
