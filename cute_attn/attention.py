@@ -122,10 +122,8 @@ class BatchAttention(BatchWrapper):
         Parameters
         ----------
         q : `[qo_indptr[-1], num_qo_heads, head_dim_qk]` of the planned dtype.
-        kv_cache, kv_cache_sf : the cache and the block scales of NVFP4, as for
+        kv_cache, out, lse, k_scale, v_scale, kv_cache_sf : cache, outputs and scales, as for
             `BatchPrefillWithPagedKVCacheWrapper.run`.
-        out, lse : written and returned instead of new tensors, as for that `run`.
-        k_scale, v_scale : factors of k and v, default 1: numbers, or floating-point tensors with one element.
         logits_soft_cap : 0 (default), or the planned one.
         profiler_buffer : refused unless None.
 
@@ -136,8 +134,7 @@ class BatchAttention(BatchWrapper):
 
         Raises
         ------
-        NotPlannedError (a RuntimeError: no plan yet), ArgumentError (a ValueError: shape, dtype, device, strides or
-        value), ArgumentTypeError (a TypeError), NotSupported (a NotImplementedError).
+        The errors of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         if is_dynamo_compiling():
             return trace.operator("batch_attention_run")(locals())

@@ -227,8 +227,7 @@ def nvfp4_quantize_append_paged_kv_cache(
     Parameters
     ----------
     append_key, append_value : `[nnz, num_kv_heads, head_dim]` fp16, bf16 or fp32, any strides.
-    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, kv_layout : as for `append_paged_kv_cache`:
-        integers `[nnz]`, `[nnz]`, page numbers, `[batch_size + 1]`, `[batch_size]`, and "NHD" (default) or "HND".
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, kv_layout : as for `append_paged_kv_cache`.
     paged_kv_cache : uint8 caches like those of `append_paged_kv_cache`, with head_dim / 2 on the last axis. Written.
     kv_cache_sf : e4m3, or uint8 with the bits of e4m3: the same with head_dim / 16, linear for K and V. Written.
     k_scale, v_scale : global scales, > 0, up to 1e38: numbers, or one-element fp32 tensors on the caches' device or
@@ -236,9 +235,8 @@ def nvfp4_quantize_append_paged_kv_cache(
 
     Raises
     ------
-    ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device, strides, a scale
-    that is not positive and finite; on the CPU also rows that have no page). On a CUDA device rows that
-    have no page are not written, and the values of scale tensors are checked only with `CUTE_ATTN_VALIDATE=1`.
+    The errors of `append_paged_kv_cache`; ArgumentError also for a scale that is not positive and finite: values of
+    scale tensors on a CUDA device are checked only with `CUTE_ATTN_VALIDATE=1`.
     """
     if is_dynamo_compiling():
         trace.operator("append_nvfp4")(locals())

@@ -115,11 +115,8 @@ def nvfp4_kv_dequantize(
     checks.dtype("fp4_data", fp4_data.dtype, (torch.uint8,))
     if fp4_data.dim() < 1 or fp4_data.shape[-1] % (BLOCK // 2):
         raise checks.wrong(f"fp4_data must have shape [..., K / 2] with K % {BLOCK} == 0", fp4_data)
-    scales = checks.tensor("block_scales", block_scales)
-    checks.dtype("block_scales", scales.dtype, (E4M3, torch.uint8))
-    expected = (*fp4_data.shape[:-1], fp4_data.shape[-1] * 2 // BLOCK)
-    checks.shape("block_scales", scales, expected, "[..., K / 16]")
-    checks.device("block_scales", scales, fp4_data.device, "device")
+    of_scales = (E4M3, torch.uint8), (*fp4_data.shape[:-1], fp4_data.shape[-1] * 2 // BLOCK), "[..., K / 16]"
+    scales = checks.operand("block_scales", block_scales, *of_scales, fp4_data.device, "device")
     checks.dtype("output_dtype", output_dtype, INPUTS)
     checks.tensor("global_scale", global_scale)
     scale = scale_of("global_scale", global_scale, fp4_data.device)

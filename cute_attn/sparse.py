@@ -199,8 +199,7 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
 
     Parameters
     ----------
-    float_workspace_buffer : as for `BatchPrefillWithPagedKVCacheWrapper`.
-    backend : "auto" (default), "fa4", "fa3", "fa2", "reference" or "emulator".
+    float_workspace_buffer, backend : as for `BlockSparseAttentionWrapper`.
 
     Raises
     ------
@@ -234,13 +233,10 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         block_mask_map : `[num_kv_heads, blocks of rows, blocks of columns]`, bool or numbers: which blocks are seen.
         block_row_sz, block_col_sz : int32 or int64 `[num_kv_heads, blocks]`: query tokens and keys of each block. Every
             kv head has the same sums, qo_len and kv_len.
-        num_qo_heads, num_kv_heads, use_fp16_qk_reduction, logits_soft_cap, sm_scale, non_blocking : as for
-            `BatchPrefillWithPagedKVCacheWrapper.plan`. Query heads of a kv head share its blocks.
-        q_data_type, kv_data_type : torch dtypes or their names. Default float16, and q's.
-        head_dim : of q, k, v and the output, at least 1.
+        num_qo_heads, num_kv_heads, head_dim, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale,
+            rope_scale, rope_theta, non_blocking, q_data_type, kv_data_type : as for `BlockSparseAttentionWrapper.plan`.
+            Query heads of a kv head share its blocks.
         causal : default False. True: token i sees keys j <= i + kv_len - qo_len of its blocks.
-        pos_encoding_mode : refused unless "NONE".
-        rope_scale, rope_theta : > 0; without effect, as no position is encoded.
 
         Raises
         ------

@@ -173,8 +173,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             for `BatchPrefillWithPagedKVCacheWrapper.run`.
         paged_kv_cache, q_scale, k_scale, v_scale, return_lse, enable_pdl, window_left, sinks, kv_cache_sf : as for
             `BatchPrefillWithPagedKVCacheWrapper.run`.
-        args : `scale_q, scale_k, scale_v` of fp8 attention: floating-point `[num_qo_heads]`, `[num_kv_heads]` and
-            `[num_kv_heads]`.
+        args : `scale_q, scale_k, scale_v` of fp8 attention, as there.
         out, lse : written instead of new tensors, as there: q's shape in the planned output dtype, and contiguous
             float32 `[batch_size * q_len_per_req, num_qo_heads]`.
         q_len_per_req : None, or the planned one; deprecated.
@@ -248,8 +247,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
 
     Raises
     ------
-    ArgumentTypeError (not a tensor or bool), ArgumentError (shape, dtype, device or alignment of a buffer), LayoutError
-    (`kv_layout`).
+    The errors of `BatchDecodeWithPagedKVCacheWrapper`.
     """
 
     def __init__(

@@ -165,9 +165,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             the planned dtype; more rows may follow. Strides and alignment as of a paged cache. v of a request's tokens
             must be finite even where hidden from all queries: NaN may reach every row of the request and kv head.
         o_scale : number > 0 that `out` is divided by, the scale of an fp8 output. Default 1.
-        kv_cache_sf : (k_sf, v_sf) for NVFP4 (uint8) k and v, `[..., head_dim / 16]`: e4m3, or its bytes as uint8, one
-            scale per 16 values. Required with `kv_data_type` uint8, refused otherwise. Global scales are `k_scale` and
-            `v_scale`.
+        kv_cache_sf : (k_sf, v_sf) for NVFP4 (uint8) k and v, `[..., head_dim / 16]`, as for that `run`.
 
         Returns
         -------
