@@ -149,6 +149,7 @@ def _settings(
     given = Features(
         *(query.device, query.dtype, k.dtype, query.dtype),
         *(query.shape[1], k.shape[2], query.shape[2], v.shape[3]),
+        positive_scale=not found.of_scores,
         kv_block_scales=block_scales is not None,
         sinks=call.sinks is not None,
         expanded=placed.expanded,
@@ -168,7 +169,7 @@ def _settings(
         o_dtype=o_dtype,
         enable_pdl=call.enable_pdl,
     )
-    stored = Stored(v.dtype, k.shape[3], v.shape[3], bool(found.of_scores), k.shape[1])
+    stored = Stored(v.dtype, k.shape[3], v.shape[3], k.shape[1])
     return call_settings(given, stored, *options[len(NOT_OPTIONS) :])
 
 

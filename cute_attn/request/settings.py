@@ -110,14 +110,14 @@ class Stored(NamedTuple):
     v_dtype: torch.dtype
     head_dim_k: int  # elements of a row of k
     head_dim_v: int
-    device_scale: bool = False  # a factor of the scores is a tensor on the device
     page_size: int = 1
 
 
 @once(trusted=2)
 def call_settings(given: Features, fields: tuple[Any, ...], *options: Any) -> Settings:
     """Check the fields of a `Stored` and the options of a `Call`, in order, and return the settings they decide.
-    `given`: the features that tensors decide; options decide the others, and `Stored` the head dimension of v.
+    `given`: the features that tensors decide, its scale positive unless a factor is a tensor on the device; options
+    decide the others, and `Stored` the head dimension of v.
     """
     stored, call = Stored(*fields), Call._make((*NOT_OPTIONS, *options))
     _check_structure(given, stored)
@@ -130,7 +130,7 @@ def call_settings(given: Features, fields: tuple[Any, ...], *options: Any) -> Se
     if call.enable_pdl is not None:
         checks.boolean("enable_pdl", call.enable_pdl)
     return Settings(
-        _features(given, stored, call, soft_cap > 0, sm_scale >= MIN_SCALE and not stored.device_scale),
+        _features(given, stored, call, soft_cap > 0, given.positive_scale and sm_scale >= MIN_SCALE),
         (checks.boolean("causal", call.causal) and not given.custom_mask) or given.multi_item,
         max(-1, min(checks.whole("window_left", call.window_left), MAX_KV_LEN)),
         soft_cap,
