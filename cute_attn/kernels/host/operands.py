@@ -106,7 +106,7 @@ def block_scale_strides(problem: Request | BatchProblem) -> Values:
     """Returns the values of BLOCK_SCALE_FIELDS, bytes from a page, a token and a head to the next; zeros without."""
     if problem.block_scales is None:
         return NO_STRIDES
-    paged = not isinstance(problem, Problem) and problem.features.kv_source == "paged"
+    paged = problem.features.kv_source == "paged"
     strides = [x.stride() for x in problem.block_scales]
     return tuple(n for of in strides for n in (of[0] if paged else 0, *of[-3:-1]))
 
