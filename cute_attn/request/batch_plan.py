@@ -86,11 +86,11 @@ def plan_settings(options: PlanOptions, page_size: int, **features: Any) -> Sett
         num_qo_heads=count("num_qo_heads", options.num_qo_heads),
         num_kv_heads=count("num_kv_heads", options.num_kv_heads),
         head_dim_qk=head_dim_qk,
-        head_dim_vo=head_dim_vo,
+        head_dim_vo=head_dim_vo // packing,
         kv_block_scales=packing == 2,
         **features,
     )
-    stored = Stored(kv_dtype, head_dim_qk // packing, head_dim_vo // packing, page_size=page_size)
+    stored = Stored(kv_dtype, head_dim_qk // packing, page_size)
     *first, lse_base = options[PlanOptions._fields.index("pos_encoding_mode") :]  # in the order of `Call`
     try:  # not `checks.renamed`, whose context costs every plan 1 us
         return call_settings(given, stored, *first, None, None, None, o_dtype, False, None, lse_base)

@@ -169,7 +169,7 @@ def _settings(
         o_dtype=o_dtype,
         enable_pdl=call.enable_pdl,
     )
-    stored = Stored(v.dtype, k.shape[3], v.shape[3], k.shape[1])
+    stored = Stored(v.dtype, k.shape[3], k.shape[1])
     return call_settings(given, stored, *options[len(NOT_OPTIONS) :])
 
 

@@ -108,8 +108,7 @@ class Stored(NamedTuple):
     """
 
     v_dtype: torch.dtype
-    head_dim_k: int  # elements of a row of k
-    head_dim_v: int
+    head_dim_k: int  # elements of a row
     page_size: int = 1
 
 
@@ -117,7 +116,7 @@ class Stored(NamedTuple):
 def call_settings(given: Features, fields: tuple[Any, ...], *options: Any) -> Settings:
     """Check the fields of a `Stored` and the options of a `Call`, in order, and return the settings they decide.
     `given`: the features that tensors decide, its scale positive unless a factor is a tensor on the device; options
-    decide the others, and `Stored` the head dimension of v.
+    decide the others. Its head dimension of v counts elements.
     """
     stored, call = Stored(*fields), Call._make((*NOT_OPTIONS, *options))
     _check_structure(given, stored)
@@ -146,7 +145,7 @@ def call_settings(given: Features, fields: tuple[Any, ...], *options: Any) -> Se
 
 def _features(given: Features, stored: Stored, call: Call, soft_cap: bool, positive_scale: bool) -> Features:
     packing = 2 if given.kv_dtype == torch.uint8 else 1  # values per element of storage
-    head_dim_qk, head_dim_vo = given.head_dim_qk, stored.head_dim_v * packing
+    head_dim_qk, head_dim_vo = given.head_dim_qk, given.head_dim_vo * packing
     if stored.head_dim_k * packing != head_dim_qk:
         raise RuntimeArgumentError(
             f"q and k must have the same head dimension, got {head_dim_qk} and {stored.head_dim_k * packing}"
@@ -189,8 +188,7 @@ def _check_structure(given: Features, stored: Stored) -> None:
             "kv_cache_sf (k_sf, v_sf) must come with uint8 (NVFP4) k and v, and only with them; "
             f"got kv_cache_sf {'given' if given.kv_block_scales else 'None'} and k of {checks.short(k)}"
         )
-    counts = {name: getattr(given, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk")}
-    counts["head_dim_vo"] = stored.head_dim_v
+    counts = {name: getattr(given, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")}
     if min(counts.values()) < 1:
         raise ArgumentError(
             "q, k and v must have at least one head and head dimension 1, got "
