@@ -244,16 +244,6 @@ def _check_kv_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> 
 # ---- scales and outputs
 
 
-def divided_by(name: str, divisor: Any, scale: Any) -> Any:
-    """Return `scale` (None: 1) divided by the number `divisor`, which must be > 0."""
-    divisor = checks.positive(name, divisor)
-    if scale is None:
-        return 1.0 / divisor
-    if not isinstance(scale, torch.Tensor):
-        return checks.real("v_scale", scale) / divisor
-    return scale.float() / divisor if scale.is_floating_point() else scale  # whose dtype is refused
-
-
 def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Check the block scales of an NVFP4 cache, which have the same forms as the cache."""
     f = plan.settings.features

@@ -178,18 +178,6 @@ def stored(name: str, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def plain(name: str, value: Any) -> torch.Tensor:
-    """Check for a tensor with memory and one shape: not a nested one, and none that torch.func or vmap wraps."""
-    if isinstance(value, torch.Tensor):
-        if value.is_nested:
-            raise ArgumentError(f"{name} must not be a nested tensor: pass its parts as requests of a batch wrapper")
-        if torch._C._functorch.is_functorch_wrapped_tensor(value):
-            raise ArgumentError(
-                f"{name} must be a tensor outside of torch.func transforms and vmap, which have no rule"
-            )
-    return tensor(name, value)
-
-
 def readable(name: str, value: Any) -> torch.Tensor:
     """Check for a tensor whose values the host can read."""
     value = tensor(name, value)

@@ -95,8 +95,14 @@ def problem(call: Call) -> Problem:
 
 
 def _refuse_operands(call: Call) -> None:
-    for name in ("q", "k", "v"):
-        checks.plain(name, getattr(call, name))
+    for name, value in zip(NAMES, call, strict=False):
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            raise ArgumentError(f"{name} must not be a nested tensor: pass its parts as requests of a batch wrapper")
+        if isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+            raise ArgumentError(
+                f"{name} must be a tensor outside of torch.func transforms and vmap, which have no rule"
+            )
+        checks.tensor(name, value)
 
 
 def _refuse_ranks(call: Call) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_run, checks, positional, sink_variant
+from cute_attn.request import checks, operands, positional, sink_variant
 from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, Scale, makes_plan, older_form
@@ -184,7 +184,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         elif args:
             head_scales = positional.head_scales(args, "return_lse")
         if o_scale is not None:
-            v_scale = batch_run.divided_by("o_scale", o_scale, v_scale)
+            v_scale = operands.scaled("v_scale", v_scale, 1.0 / checks.positive("o_scale", o_scale))
         arguments = RunArguments._make((  # 0.1 us faster than the constructor
             q, (k, v), q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks, kv_cache_sf,
             head_scales, None,
