@@ -67,6 +67,7 @@ class Settings(NamedTuple):
     """Features and the numbers of a call: hashable, without lengths, addresses and strides."""
 
     features: Features
+    kv_layout: str = "NHD"
     causal: bool = False
     window_left: int = -1
     logits_soft_cap: float = 0.0
@@ -92,7 +93,7 @@ class Problem(NamedTuple):
     qo_len: int
     kv_len: int
     q: torch.Tensor  # [qo_len, num_qo_heads, head_dim_qk]
-    k: torch.Tensor  # [kv_len, num_kv_heads, head_dim_qk]
+    k: torch.Tensor  # [kv_len, num_kv_heads, head_dim_qk] (NHD) or [num_kv_heads, kv_len, head_dim_qk] (HND)
     v: torch.Tensor  # like k, with head_dim_vo
     out: torch.Tensor  # [qo_len, num_qo_heads, head_dim_vo]
     lse: torch.Tensor | None  # [qo_len, num_qo_heads] fp32, base 2 times settings.lse_scale
@@ -120,7 +121,8 @@ class BatchProblem(NamedTuple):
 
     settings: Settings
     q: torch.Tensor  # [rows, num_qo_heads, head_dim_qk]
-    k: torch.Tensor  # ragged: like Problem.k; paged: [pages, page_size, num_kv_heads, head_dim_qk]
+    k: torch.Tensor  # ragged: like Problem.k; paged: [pages, page_size, num_kv_heads, head_dim_qk] (NHD) or
+    # ^ [pages, num_kv_heads, page_size, head_dim_qk] (HND)
     v: torch.Tensor  # like k, with head_dim_vo
     out: torch.Tensor  # [rows, num_qo_heads, head_dim_vo]
     lse: torch.Tensor | None  # [rows, num_qo_heads] fp32, base 2 times settings.lse_scale
@@ -301,7 +303,6 @@ class BatchPlan:
     check_supported: Callable[[Features], None]  # raises if the planned backend refuses features that a run adds
     packed_mask: torch.Tensor | None
     workspace: torch.Tensor
-    kv_layout: str  # of the k and v that runs get; problems have views of layout "NHD"
     validate: bool  # check page numbers before every launch
     backend: str = ""  # its name
     load: Any = None  # `dispatch.capabilities.Load` by which the backend was chosen; None: a run had a part in that
@@ -342,7 +343,7 @@ class Scratch(NamedTuple):
 
 class DecodeProblem(NamedTuple):
     """One decode call without a plan. Lengths and page tables are read only on the device, so that a captured launch
-    may be replayed with others. `features.device_lengths` is set.
+    may be replayed with others. `features.device_lengths` is set, and `settings.kv_layout` is "NHD".
     """
 
     settings: Settings

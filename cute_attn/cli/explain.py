@@ -303,6 +303,7 @@ def described(options: argparse.Namespace, decode: bool, on_gpu: bool) -> Settin
     )
     settings = batch_plan.plan_settings(
         planned,
+        options.kv_layout,
         options.page_size or 1,
         device=torch.device("cpu"),
         kv_source="ragged" if options.page_size is None else "paged",

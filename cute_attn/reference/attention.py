@@ -202,6 +202,8 @@ def run(problem: Problem, dtype: torch.dtype = torch.float64, *, round_rotated: 
         k, v = (nvfp4_values(x, scales) for x, scales in zip((k, v), problem.block_scales, strict=True))
     if q.dim() == 2:
         q = q.unsqueeze(0)
+    if problem.settings.kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
     if features.pos_encoding_mode == "ROPE_LLAMA":
         rounded = q.dtype if round_rotated and q.dtype.itemsize == 2 else dtype
         key = torch.arange(problem.kv_len, device=q.device)
@@ -287,7 +289,7 @@ def _request(
     """Return one request of a batch: rows of q, out and lse, and the tokens that `select` returns."""
     scales = problem.block_scales
     return Problem(
-        problem.settings,
+        problem.settings._replace(kv_layout="NHD"),
         rows.stop - rows.start,
         kv_len,
         problem.q[rows],
@@ -320,7 +322,8 @@ def _tokens(problem: BatchProblem, start: int, kv_len: int) -> Select:
     """Return how to select the tokens of a request: `start` is a row of ragged k and v or an index into kv_indices."""
     if problem.kv_indices is not None:
         return _page_tokens(problem.settings, problem.kv_indices[start:], kv_len)
-    return lambda x: x.narrow(0, start, kv_len)
+    tokens_first = problem.settings.kv_layout != "HND"
+    return lambda x: (x if tokens_first else x.transpose(0, 1)).narrow(0, start, kv_len)
 
 
 def _page_tokens(settings: Settings, pages: torch.Tensor, kv_len: int) -> Select:
@@ -329,7 +332,7 @@ def _page_tokens(settings: Settings, pages: torch.Tensor, kv_len: int) -> Select
 
     def select(x: torch.Tensor) -> torch.Tensor:
         page = x[used.clamp(0, max(0, len(x) - 1))]  # before a window a page may be none
-        return page.flatten(0, 1)[:kv_len]
+        return (page.transpose(1, 2) if settings.kv_layout == "HND" else page).flatten(0, 1)[:kv_len]
 
     return select
 

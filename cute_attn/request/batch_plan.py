@@ -67,7 +67,7 @@ PLAN_NAMES = {  # what a single request says of dtypes, and what a plan says
 }
 
 
-def plan_settings(options: PlanOptions, page_size: int, **features: Any) -> Settings:
+def plan_settings(options: PlanOptions, kv_layout: str, page_size: int, **features: Any) -> Settings:
     """Check the options of a plan and return the settings they decide. `features`: those that do not follow from them,
     the device and the source of keys among them.
     """
@@ -93,7 +93,7 @@ def plan_settings(options: PlanOptions, page_size: int, **features: Any) -> Sett
     stored = Stored(kv_dtype, head_dim_qk // packing, page_size)
     *first, lse_base = options[PlanOptions._fields.index("pos_encoding_mode") :]  # in the order of `Call`
     try:  # not `checks.renamed`, whose context costs every plan 1 us
-        return call_settings(given, stored, *first, None, None, None, o_dtype, False, None, lse_base)
+        return call_settings(given, stored, kv_layout, *first, None, None, None, o_dtype, False, None, lse_base)
     except (ArgumentError, ArgumentTypeError) as error:
         checks.rename(error, PLAN_NAMES)
         raise

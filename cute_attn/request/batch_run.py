@@ -93,8 +93,6 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
             out[:first] = 0
         if lse is not None and run.lse is None:
             lse[:first] = -torch.inf
-    if plan.kv_layout == "HND":
-        k, v, sf = operands.tokens_first(k, v, sf)
     return BatchProblem(
         settings,
         q,
@@ -122,7 +120,7 @@ def fewer_heads(plan: BatchPlan, arguments: RunArguments) -> dict[str, int] | No
     k, _ = _ragged_pair(cache) if f.kv_source == "ragged" else pages(plan, cache)
     if k.dim() != (3 if f.kv_source == "ragged" else 4):
         return None
-    num_qo_heads, num_kv_heads = q.shape[1], k.shape[LAYOUTS[plan.kv_layout].heads]
+    num_qo_heads, num_kv_heads = q.shape[1], k.shape[LAYOUTS[plan.settings.kv_layout].heads]
     if (num_qo_heads, num_kv_heads) == (f.num_qo_heads, f.num_kv_heads):
         return None
     if not (0 < num_qo_heads <= f.num_qo_heads and 0 < num_kv_heads <= f.num_kv_heads) or num_qo_heads % num_kv_heads:
@@ -196,7 +194,7 @@ def pages(plan: BatchPlan, cache: Any, name: str = "paged_kv_cache") -> tuple[to
     """Return k and v of a paged cache: a pair of 4-D tensors, or a 5-D one. Pages of one token may lack their axis."""
     k, v = cache_halves(name, cache)
     if plan.settings.page_size == 1 and k.dim() == v.dim() == 3:
-        axis = LAYOUTS[plan.kv_layout].tokens
+        axis = LAYOUTS[plan.settings.kv_layout].tokens
         return k.unsqueeze(axis), v.unsqueeze(axis)
     return k, v
 
@@ -228,7 +226,7 @@ def _check_operands(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.
 
 
 def _check_kv_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> torch.Size:
-    layout, f, shape = plan.kv_layout, plan.settings.features, x.shape
+    layout, f, shape = plan.settings.kv_layout, plan.settings.features, x.shape
     axes, heads, paged = LAYOUTS[layout], f.num_kv_heads, f.kv_source == "paged"
     tokens = plan.settings.page_size if paged else plan.lengths.kv_end
     fits = len(shape) == 3 + paged and shape[axes.heads] == heads and shape[-1] == width

@@ -31,7 +31,6 @@ HEAD_SCALES = ("scale_q", "scale_k", "scale_v")
 BLOCK_SCALES = ("k_sf of kv_cache_sf", "v_sf of kv_cache_sf")
 
 T = TypeVar("T")
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 # ---- q, k, v
@@ -49,12 +48,6 @@ class KvLayout(NamedTuple):
 
 
 LAYOUTS = {"NHD": KvLayout(-3, -2), "HND": KvLayout(-2, -3)}
-
-
-def tokens_first(k: torch.Tensor, v: torch.Tensor, block_scales: Pair | None) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Return views of layout "NHD" of k, v and their block scales of layout "HND"."""
-    k, v = k.transpose(-3, -2), v.transpose(-3, -2)
-    return k, v, None if block_scales is None else tuple(x.transpose(-3, -2) for x in block_scales)
 
 
 class Placement(NamedTuple):

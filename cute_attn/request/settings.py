@@ -82,8 +82,8 @@ class Call(NamedTuple):
     sinks: Any = None
     out: Any = None
     lse: Any = None
-    kv_layout: Any = "NHD"
-    pos_encoding_mode: Any = "NONE"  # from here on options, which are not tensors
+    kv_layout: Any = "NHD"  # from here on options, which are not tensors
+    pos_encoding_mode: Any = "NONE"
     causal: Any = False
     window_left: Any = -1
     logits_soft_cap: Any = None
@@ -99,7 +99,7 @@ class Call(NamedTuple):
     lse_base: Any = "log2"
 
 
-NOT_OPTIONS = (None,) * Call._fields.index("pos_encoding_mode")
+NOT_OPTIONS = (None,) * Call._fields.index("kv_layout")
 
 
 class Stored(NamedTuple):
@@ -130,6 +130,7 @@ def call_settings(given: Features, fields: tuple[Any, ...], *options: Any) -> Se
         checks.boolean("enable_pdl", call.enable_pdl)
     return Settings(
         _features(given, stored, call, soft_cap > 0, given.positive_scale and sm_scale >= MIN_SCALE),
+        checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS),
         (checks.boolean("causal", call.causal) and not given.custom_mask) or given.multi_item,
         max(-1, min(checks.whole("window_left", call.window_left), MAX_KV_LEN)),
         soft_cap,

@@ -24,7 +24,7 @@ def problem(call: Call) -> Problem:
         device = checks.tensor("q", call.q).device
         scales = operands.split_scales(device, call.q_scale, call.k_scale, call.v_scale)
         call = call._replace(q_scale=scales.q, k_scale=scales.k, v_scale=scales.v)
-    q, k, v, decode, mask, packed_mask, head_scales, kv_cache_sf, sinks, out, lse, layout, *options = call
+    q, k, v, decode, mask, packed_mask, head_scales, kv_cache_sf, sinks, out, lse, *options = call
     scale_q, scale_k, scale_v = head_scales
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         _refuse_operands(call)
@@ -42,7 +42,7 @@ def problem(call: Call) -> Problem:
         checks.device("v", v, device)
         shapes = f"{checks.describe(k)} and {checks.describe(v)}"
         raise ArgumentError(f"v must have k's kv_len and num_kv_heads, got {shapes}")
-    tokens, heads = LAYOUTS[checks.choice("kv_layout", layout, KV_LAYOUTS)]
+    tokens, heads = LAYOUTS[checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS)]
     kv_len, num_kv_heads = k_shape[tokens], k_shape[heads]
     if kv_len > MAX_KV_LEN:
         raise ArgumentError(f"k and v must have at most {MAX_KV_LEN} tokens, got {kv_len}")
@@ -73,9 +73,6 @@ def problem(call: Call) -> Problem:
     out, lse = operands.outputs(q, buffers, (features.head_dim_vo, features.o_dtype), rows, axes)
     if call.out is not None or call.lse is not None:
         _keep_apart(given)
-    block_scales = operands.check_block_scales(kv_cache_sf, k, v) if features.kv_block_scales else None
-    if layout == "HND":
-        k, v, block_scales = operands.tokens_first(k, v, block_scales)
     return Problem(
         settings,
         qo_len,
@@ -90,7 +87,7 @@ def problem(call: Call) -> Problem:
         scales.of_v,
         operands.per_head("sinks", sinks, num_qo_heads, device) if features.sinks else None,
         operands.check_head_scales(head_scales, features) if features.per_head_scales else None,
-        block_scales,
+        operands.check_block_scales(kv_cache_sf, k, v) if features.kv_block_scales else None,
     )
 
 

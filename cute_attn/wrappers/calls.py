@@ -272,7 +272,8 @@ def run_single(call: Call, backend: Any, key: Any, given: Given, numbers: Number
     fire = backends.run(problem, backend)
     out, lse = problem.out, problem.lse
     if key is not None and is_plain(numbers):
-        of_k, of_v = (x.stride(0) * x.element_size() for x in (problem.k, problem.v))
+        axis = int(call.kv_layout == "HND")
+        of_k, of_v = (x.stride(axis) * x.element_size() for x in (problem.k, problem.v))
         enter(UNPLANNED, key, fire, given, problem, (out, lse), (of_k, of_v))
     if call.return_lse:
         assert lse is not None

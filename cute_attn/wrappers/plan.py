@@ -201,7 +201,6 @@ class Plan:
             check_supported=functools.partial(_check_supported, backend),
             packed_mask=request.mask.packed,
             workspace=place.workspace,
-            kv_layout=place.kv_layout,
             staging=self.staging,
             buffers={} if place.graph is None else place.graph.buffers,
             validate=_validates(place),
@@ -262,6 +261,7 @@ def _settings(place: Place, request: PlanRequest) -> Settings:
     splits = request.splits
     return batch_plan.plan_settings(
         request.options,
+        place.kv_layout,
         request.page_size,
         device=place.device,
         kv_source=place.kv_source,

@@ -29,13 +29,14 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> t
 def make_problem(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: dict[str, Any] | None = None, **fields: Any
 ) -> Problem:
+    heads_axis = 0 if fields.get("kv_layout") == "HND" else 1
     structure = Features(
         q.device,
         q.dtype,
         k.dtype,
         F64,
         q.shape[1],
-        k.shape[1],
+        k.shape[heads_axis],
         q.shape[2],
         v.shape[2],
         **(features or {}),
@@ -43,7 +44,7 @@ def make_problem(
     out = torch.full((q.shape[0], q.shape[1], v.shape[2]), math.nan, dtype=F64)
     lse = torch.full((q.shape[0], q.shape[1]), math.nan, dtype=F64)
     settings = Settings(structure, **{name: fields.pop(name) for name in Settings._fields if name in fields})
-    return Problem(settings, q.shape[0], k.shape[0], q, k, v, out, lse, **fields)
+    return Problem(settings, q.shape[0], k.shape[1 - heads_axis], q, k, v, out, lse, **fields)
 
 
 def solve(problem: Problem, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,10 +120,10 @@ def test_run_multiplies_every_scale() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_run_takes_fp8(dtype: torch.dtype) -> None:
-    q, k, v = randn(4, 4, 16).to(dtype), randn(6, 2, 16, seed=1).to(dtype), randn(6, 2, 16, seed=2).to(dtype)
-    o, _ = solve(make_problem(q, k, v, sm_scale=0.25))
-    torch.testing.assert_close(o, sdpa(q.double(), k.double(), v.double()))
+def test_run_takes_fp8_and_hnd(dtype: torch.dtype) -> None:
+    q, k, v = randn(4, 4, 16).to(dtype), randn(2, 6, 16, seed=1).to(dtype), randn(2, 6, 16, seed=2).to(dtype)
+    o, _ = solve(make_problem(q, k, v, kv_layout="HND", sm_scale=0.25))
+    torch.testing.assert_close(o, sdpa(q.double(), k.double().transpose(0, 1), v.double().transpose(0, 1)))
 
 
 def test_run_computes_in_fp64() -> None:

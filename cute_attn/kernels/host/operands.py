@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cute_attn.kernels.host.params import Fields
+from cute_attn.kernels.host.params import Fields, kv_axes
 from cute_attn.problem import BatchProblem, DecodeProblem, Lengths, Problem, Request, Settings
 from cute_attn.request.mla import MlaProblem
 from cute_attn.runtime.launch import Bound, Launch, Values
@@ -106,9 +106,10 @@ def block_scale_strides(problem: Request | BatchProblem) -> Values:
     """Returns the values of BLOCK_SCALE_FIELDS, bytes from a page, a token and a head to the next; zeros without."""
     if problem.block_scales is None:
         return NO_STRIDES
+    token, head = kv_axes(problem.settings)
     paged = problem.features.kv_source == "paged"
     strides = [x.stride() for x in problem.block_scales]
-    return tuple(n for of in strides for n in (of[0] if paged else 0, *of[-3:-1]))
+    return tuple(n for of in strides for n in (of[0] if paged else 0, of[token], of[head]))
 
 
 class PlainStrides:
@@ -120,6 +121,7 @@ class PlainStrides:
     )
 
     def __init__(self, settings: Settings, chunk: int = 1) -> None:
+        self.token, self.head = kv_axes(settings)
         self.itemsize, self.kv_itemsize = settings.features.q_dtype.itemsize, settings.features.kv_dtype.itemsize
         self.paged, self.chunk = settings.features.kv_source == "paged", chunk
 
@@ -127,7 +129,7 @@ class PlainStrides:
         """Returns the values of `fields`."""
         of_q, size, kv_size, chunk = q.stride(), self.itemsize, self.kv_itemsize, self.chunk
         strides = [x.stride() for x in (k, v)]
-        of_kv = [n for of in strides for n in (of[-3] * kv_size // chunk, of[-2] * kv_size)]
+        of_kv = [n for of in strides for n in (of[self.token] * kv_size // chunk, of[self.head] * kv_size)]
         pages = [of[0] * kv_size // chunk if self.paged else 0 for of in strides]
         return of_q[0] * size, of_q[-2] * size, *of_kv, *pages
 

@@ -70,6 +70,12 @@ def rope_fields(settings: Settings) -> Fields:
     }
 
 
+def kv_axes(settings: Settings) -> tuple[int, int]:
+    """Returns the axes of tokens and of heads in k and v."""
+    paged = int(settings.features.kv_source == "paged")
+    return (1 + paged, paged) if settings.kv_layout == "HND" else (paged, 1 + paged)
+
+
 def batch_fields(settings: Settings) -> tuple[str, ...]:
     """Returns the fields of a batch's numbers: under multi-item scoring the mask is in the records."""
     return (*BATCH_FIELDS, "mask") if settings.features.multi_item else BATCH_FIELDS

@@ -21,6 +21,7 @@ from cute_attn.kernels.host.params import (
     Fields,
     batch_fields,
     divisor,
+    kv_axes,
     magic,
     mask_bounds,
     rope_fields,
@@ -49,6 +50,7 @@ class TensorMaps:
         self.itemsize, self.kv_itemsize = features.q_dtype.itemsize, features.kv_dtype.itemsize
         self.line_items = LINE // self.itemsize
         self.paged = features.kv_source == "paged"
+        self.token, self.head = kv_axes(settings)
         self.box_rows = tile.k_box_rows  # of k
         if self.paged:
             self.box_rows = math.gcd(settings.page_size, tile.k_box_rows)
@@ -84,15 +86,15 @@ class TensorMaps:
         if self.kv_itemsize < self.itemsize:  # rows to be converted
             columns, swizzle = -(-shape[-1] // self.line_items), tensormap.SWIZZLE_NONE
         pages, page = (shape[0], strides[0]) if self.paged else (1, 16)
-        sizes, steps = (shape[-1], 0, shape[-2], pages), (*strides[-3:-1], page)
+        sizes, steps = (shape[-1], 0, shape[self.head], pages), (strides[self.token], strides[self.head], page)
         box = columns * self.line_items, box_rows, 1, 1
         maps = prepared(tensor_maps, self.encoder, self.kv_dtype, sizes, steps, box, swizzle, 1)
-        return functools.partial(maps, shape[-3])
+        return functools.partial(maps, shape[self.token])
 
     def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
         """Returns the bytes from a page, a token and a head to the next."""
         strides, size = x.stride(), self.kv_itemsize
-        return strides[0] * size, strides[-3] * size, strides[-2] * size
+        return strides[0] * size, strides[self.token] * size, strides[self.head] * size
 
 
 def map_dtype(dtype: torch.dtype) -> str:
