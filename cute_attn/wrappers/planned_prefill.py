@@ -57,7 +57,7 @@ class Session:
         make = BatchPrefillWithPagedKVCacheWrapper if structure.page_size else BatchPrefillWithRaggedKVCacheWrapper
         self.wrapper: Any = make(workspace, backend=structure.backend)
         self.structure = structure
-        self.content: Any = None  # of the lengths and the shape of the tables that the plan is for
+        self.content: Any = None  # lengths, and the shape of the tables, that the plan is for
         self.pages = caches.NO_PAGES
         self.positions: torch.Tensor
         self.indices: torch.Tensor  # page numbers, filled again before every run: they may change without a new plan
