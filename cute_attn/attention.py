@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, key_ranges, sink_variant
-from cute_attn.request.batch_plan import PlanOptions, PlanRequest, Splits
+from cute_attn.request.batch_plan import PlanOptions, PlanRequest
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.key_ranges import KeyRanges
@@ -102,9 +102,9 @@ class BatchAttention(BatchWrapper):
         page_size = batch_plan.count("page_size", page_size)
         arrays = IndexArrays(NAMES, qo_indptr, kv_indptr, kv_indices, page_size=page_size)
         lengths = arrays.on_host_in_tokens(kv_len_arr)
-        return PlanRequest(PlanOptions.of(locals()), Splits(None, False), page_size, lengths=lengths)
+        return PlanRequest(PlanOptions.of(locals()), page_size=page_size, lengths=lengths)
 
-    @declare.operator("batch_attention_run", fakes.attention, is_method=True)
+    @declare.operator("batch_attention_run", fakes.attention)
     def run(
         self,
         q: torch.Tensor,
@@ -122,10 +122,8 @@ class BatchAttention(BatchWrapper):
         Parameters
         ----------
         q : `[qo_indptr[-1], num_qo_heads, head_dim_qk]` of the planned dtype.
-        kv_cache, kv_cache_sf : the cache and the block scales of NVFP4, as for
+        kv_cache, out, lse, k_scale, v_scale, kv_cache_sf : cache, outputs and scales, as for
             `BatchPrefillWithPagedKVCacheWrapper.run`.
-        out, lse : written and returned instead of new tensors, as for that `run`.
-        k_scale, v_scale : factors of k and v, default 1: numbers, or floating-point tensors with one element.
         logits_soft_cap : 0 (default), or the planned one.
         profiler_buffer : refused unless None.
 
@@ -136,8 +134,7 @@ class BatchAttention(BatchWrapper):
 
         Raises
         ------
-        NotPlannedError (a RuntimeError: no plan yet), ArgumentError (a ValueError: shape, dtype, device, strides or
-        value), ArgumentTypeError (a TypeError), NotSupported (a NotImplementedError).
+        The errors of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         if is_dynamo_compiling():
             return trace.operator("batch_attention_run")(locals())
@@ -257,7 +254,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchWrapper):
 
     begin_forward = plan
 
-    @declare.operator("ranges_prefill_run", fakes.attention, is_method=True)
+    @declare.operator("ranges_prefill_run", fakes.attention)
     def run(
         self,
         q: torch.Tensor,

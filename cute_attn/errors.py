@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 
 class ArgumentError(ValueError):
@@ -30,17 +31,16 @@ class ArgumentTypeError(TypeError, ValueError):
     """An argument has the wrong Python type, or one argument was given under two names."""
 
 
-class Refusal(tuple[str, str, str, str]):
-    """Why one backend does not take a problem: (backend, feature, reason, what to use instead)."""
+class Refusal(NamedTuple):
+    """Why one backend does not take a problem."""
 
-    __slots__ = ()
-
-    def __new__(cls, backend: str, feature: str, reason: str, instead: str) -> Refusal:
-        return super().__new__(cls, (backend, feature, reason, instead))
+    backend: str
+    feature: str
+    reason: str
+    instead: str  # what to use
 
     def __str__(self) -> str:
-        backend, feature, reason, instead = self
-        return f"{backend} refuses {feature}: {reason}. Instead: {instead}."
+        return f"{self.backend} refuses {self.feature}: {self.reason}. Instead: {self.instead}."
 
 
 class NotSupported(NotImplementedError, ValueError):

@@ -108,7 +108,7 @@ def flash_mla_with_kvcache(
         (ckv, kpe), scales = split_rows("k_cache", k_cache, (4,), CACHE_AXES, rope), None
     if k_cache.shape[2] != 1:
         raise checks.wrong(f"k_cache must have shape {CACHE_AXES}", k_cache)
-    scale = checks.real_or("softmax_scale", softmax_scale, (LATENT + rope) ** -0.5)
+    scale = checks.real("softmax_scale", softmax_scale, (LATENT + rope) ** -0.5)
     workspace = q.new_empty(0, dtype=torch.uint8)  # launches take memory of their own
     read = block_table, cache_seqlens, None, None
     call = MlaCall(

@@ -12,10 +12,10 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError
-from cute_attn.ops import declare, fakes, trace
+from cute_attn.ops import declare, trace
 from cute_attn.request import append as appending
 from cute_attn.request import batch_plan, checks, nvfp4
-from cute_attn.request.append import Append, Tensors
+from cute_attn.request.append import NO_SCALES, Append, Tensors
 from cute_attn.request.nvfp4 import Pair
 from cute_attn.request.settings import MAX_INDEX
 from cute_attn.runtime import switches
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-@declare.operator("append", fakes.nothing, mutates=("paged_kv_cache",), returns="()")
+@declare.operator("append", mutates=("paged_kv_cache",))
 def append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -76,12 +76,10 @@ def append_paged_kv_cache(
     appending.check_rows({"append_key": append_key, "append_value": append_value}, (k_cache, v_cache))
     table = appending.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     table.check(append_key.shape[0], k_cache)
-    request = Append((append_key, append_value), (k_cache, v_cache), table)
-    _keep_apart(request.rows, request.caches, table)
-    append.run(request)
+    _append((append_key, append_value), (k_cache, v_cache), table)
 
 
-@declare.operator("append_mla", fakes.nothing, mutates=("ckv_cache", "kpe_cache"), returns="()")
+@declare.operator("append_mla", mutates=("ckv_cache", "kpe_cache"))
 def append_paged_mla_kv_cache(
     append_ckv: torch.Tensor,
     append_kpe: torch.Tensor,
@@ -209,7 +207,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     return lens if torch.int64 in (kv_indptr.dtype, kv_last_page_len.dtype) else lens.int()
 
 
-@declare.operator("append_nvfp4", fakes.nothing, mutates=("paged_kv_cache", "kv_cache_sf"), returns="()")
+@declare.operator("append_nvfp4", mutates=("paged_kv_cache", "kv_cache_sf"))
 def nvfp4_quantize_append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -229,8 +227,7 @@ def nvfp4_quantize_append_paged_kv_cache(
     Parameters
     ----------
     append_key, append_value : `[nnz, num_kv_heads, head_dim]` fp16, bf16 or fp32, any strides.
-    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, kv_layout : as for `append_paged_kv_cache`:
-        integers `[nnz]`, `[nnz]`, page numbers, `[batch_size + 1]`, `[batch_size]`, and "NHD" (default) or "HND".
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, kv_layout : as for `append_paged_kv_cache`.
     paged_kv_cache : uint8 caches like those of `append_paged_kv_cache`, with head_dim / 2 on the last axis. Written.
     kv_cache_sf : e4m3, or uint8 with the bits of e4m3: the same with head_dim / 16, linear for K and V. Written.
     k_scale, v_scale : global scales, > 0, up to 1e38: numbers, or one-element fp32 tensors on the caches' device or
@@ -238,9 +235,8 @@ def nvfp4_quantize_append_paged_kv_cache(
 
     Raises
     ------
-    ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device, strides, a scale
-    that is not positive and finite; on the CPU also rows that have no page). On a CUDA device rows that
-    have no page are not written, and the values of scale tensors are checked only with `CUTE_ATTN_VALIDATE=1`.
+    The errors of `append_paged_kv_cache`; ArgumentError also for a scale that is not positive and finite: values of
+    scale tensors on a CUDA device are checked only with `CUTE_ATTN_VALIDATE=1`.
     """
     if is_dynamo_compiling():
         trace.operator("append_nvfp4")(locals())
@@ -249,10 +245,10 @@ def nvfp4_quantize_append_paged_kv_cache(
     appending.check_rows({"append_key": append_key, "append_value": append_value}, caches, 2, nvfp4.INPUTS)
     table = appending.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     table.check(append_key.shape[0], caches[0])
-    _append((append_key, append_value), caches, scale_caches, (k_scale, v_scale), table)
+    _append((append_key, append_value), caches, table, scale_caches, (k_scale, v_scale))
 
 
-@declare.operator("append_nvfp4_slots", fakes.nothing, mutates=("paged_kv_cache", "kv_cache_sf"), returns="()")
+@declare.operator("append_nvfp4_slots", mutates=("paged_kv_cache", "kv_cache_sf"))
 def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -293,20 +289,18 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     if nnz > append_key.shape[0]:
         raise checks.wrong(f"append_key must have a row for each of {nnz} slots", append_key)
     rows = append_key[:nnz], append_value[:nnz]
-    _append(rows, caches, scale_caches, (k_scale, v_scale), appending.SlotMapping(slot_mapping))
+    _append(rows, caches, appending.SlotMapping(slot_mapping), scale_caches, (k_scale, v_scale))
 
 
-def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any], slots: appending.Slots) -> None:
-    device = caches[0].device
-    _keep_apart(rows, (*caches, *scale_caches), slots, scales)
+def _append(
+    rows: Pair, caches: Pair, slots: appending.Slots, scale_caches: Tensors = (), scales: tuple[Any, ...] = ()
+) -> None:
+    """Write rows to their slots, as NVFP4 where there are caches of block scales. Refuse caches that share memory with
+    each other or with another argument.
+    """
+    device, named_scales = caches[0].device, checks.named(("k_scale", "v_scale"), scales)
+    given = checks.named(("append_key", "append_value"), rows) + checks.named(slots._fields, slots)
+    checks.apart(checks.named(nvfp4.CACHE_NAMES, (*caches, *scale_caches)), given + named_scales)
     read = switches.validates() and not is_capturing(device)
-    checked = tuple(
-        nvfp4.scale_of(name, scale, device, read) for name, scale in zip(("k_scale", "v_scale"), scales, strict=True)
-    )
-    append.run(Append(rows, caches, slots, "nvfp4", scale_caches, checked))
-
-
-def _keep_apart(rows: Tensors, caches: Tensors, slots: appending.Slots, scales: tuple[Any, ...] = ()) -> None:
-    """Refuse caches that share memory with each other or with another argument."""
-    read = checks.named(("append_key", "append_value"), rows) + checks.named(slots._fields, slots)
-    checks.apart(checks.named(nvfp4.CACHE_NAMES, caches), read + checks.named(("k_scale", "v_scale"), scales))
+    numbers = tuple(nvfp4.scale_of(name, scale, device, read) for name, scale in named_scales)
+    append.run(Append(rows, caches, slots, "nvfp4" if scales else "copy", scale_caches, numbers or NO_SCALES))

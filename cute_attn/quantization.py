@@ -27,7 +27,7 @@ from cute_attn.errors import ArgumentError, RuntimeArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import short
 from cute_attn.request import checks
-from cute_attn.request.append import Append, OwnRows, Scale, integers, own_rows
+from cute_attn.request.append import Append, OwnRows, Scale, integers
 from cute_attn.request.bit_packing import packbits, segment_packbits
 from cute_attn.request.nvfp4 import (
     BLOCK,
@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 
-@declare.operator("nvfp4_quantize", fakes.nvfp4, mutates=())
+@declare.operator("nvfp4_quantize", fakes.nvfp4)
 def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
     """Quantise to NVFP4 with linear block scales. Can be captured by CUDA graphs.
 
@@ -83,7 +83,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
     return _quantised(input.unsqueeze(1), scale_of("global_scale", global_scale, input.device), input.shape[:-1])
 
 
-@declare.operator("nvfp4_dequantize", fakes.dequantized, mutates=(), returns="Tensor")
+@declare.operator("nvfp4_dequantize", fakes.dequantized)
 def nvfp4_kv_dequantize(
     fp4_data: torch.Tensor,
     block_scales: torch.Tensor,
@@ -115,18 +115,15 @@ def nvfp4_kv_dequantize(
     checks.dtype("fp4_data", fp4_data.dtype, (torch.uint8,))
     if fp4_data.dim() < 1 or fp4_data.shape[-1] % (BLOCK // 2):
         raise checks.wrong(f"fp4_data must have shape [..., K / 2] with K % {BLOCK} == 0", fp4_data)
-    scales = checks.tensor("block_scales", block_scales)
-    checks.dtype("block_scales", scales.dtype, (E4M3, torch.uint8))
-    expected = (*fp4_data.shape[:-1], fp4_data.shape[-1] * 2 // BLOCK)
-    checks.shape("block_scales", scales, expected, "[..., K / 16]")
-    checks.device("block_scales", scales, fp4_data.device, "device")
+    of_scales = (E4M3, torch.uint8), (*fp4_data.shape[:-1], fp4_data.shape[-1] * 2 // BLOCK), "[..., K / 16]"
+    scales = checks.operand("block_scales", block_scales, *of_scales, fp4_data.device, "device")
     checks.dtype("output_dtype", output_dtype, INPUTS)
     checks.tensor("global_scale", global_scale)
     scale = scale_of("global_scale", global_scale, fp4_data.device)
     return _dequantized(fp4_data, scales.view(E4M3), scale).to(output_dtype)
 
 
-@declare.operator("nvfp4_dequantize_paged", fakes.nothing, mutates=("output_k", "output_v"), returns="()")
+@declare.operator("nvfp4_dequantize_paged", mutates=("output_k", "output_v"))
 def nvfp4_kv_dequantize_paged(
     paged_kv_cache: torch.Tensor | Pair,
     kv_cache_sf: torch.Tensor | Pair,
@@ -284,7 +281,7 @@ def fp8_quantize_paged_kv_cache(
             number = float(scale_of(f"{name}_scale", scale, cache.device, read=True))
         output = torch.empty(cache.shape, dtype=dtype, device=cache.device)
         rows = cache.flatten(2)
-        append.run(Append((rows,), (own_rows(output.view(rows.shape)),), OwnRows(), short(dtype), scales=(number,)))
+        append.run(Append((rows,), (output.view(rows.shape).unsqueeze(1),), OwnRows(), short(dtype), scales=(number,)))
         quantised.append((output, number))
     (k, k_number), (v, v_number) = quantised
     return (k, v), k_number, v_number
@@ -307,7 +304,8 @@ def _quantised(rows: torch.Tensor, scale: Scale, shape: torch.Size) -> Pair:
     outer, size = rows.shape[:2], rows.shape[2]
     data = rows.new_empty((*outer, size // 2), dtype=torch.uint8)
     block_scales = rows.new_empty((*outer, size // BLOCK), dtype=torch.uint8)
-    append.run(Append((rows,), (own_rows(data),), OwnRows(), "nvfp4", (own_rows(block_scales),), (scale,)))
+    caches = (data.unsqueeze(1),), (block_scales.unsqueeze(1),)
+    append.run(Append((rows,), caches[0], OwnRows(), "nvfp4", caches[1], (scale,)))
     return data.view(*shape, size // 2), block_scales.view(*shape, size // BLOCK)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.request import batch_plan, block_sparse, checks
-from cute_attn.request.batch_plan import PlanOptions, PlanRequest, Splits
+from cute_attn.request.batch_plan import PlanOptions, PlanRequest
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.block_sparse import convert_bsr_mask_layout
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, makes_plan, older_form
@@ -127,7 +127,7 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         lengths = block_sparse.bsr(indptr, indices, matrix)
         options = PlanOptions.of(given, head_dim_qk=head_dim, causal=False)
         packed = block_sparse.bsr_mask(mask, packed_mask, causal, lengths, matrix, self.device)
-        return PlanRequest(options, Splits(None, False), C, matrix=matrix, lengths=lengths, mask=packed)
+        return PlanRequest(options, page_size=C, matrix=matrix, lengths=lengths, mask=packed)
 
     begin_forward = plan
 
@@ -199,8 +199,7 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
 
     Parameters
     ----------
-    float_workspace_buffer : as for `BatchPrefillWithPagedKVCacheWrapper`.
-    backend : "auto" (default), "fa4", "fa3", "fa2", "reference" or "emulator".
+    float_workspace_buffer, backend : as for `BlockSparseAttentionWrapper`.
 
     Raises
     ------
@@ -234,13 +233,10 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         block_mask_map : `[num_kv_heads, blocks of rows, blocks of columns]`, bool or numbers: which blocks are seen.
         block_row_sz, block_col_sz : int32 or int64 `[num_kv_heads, blocks]`: query tokens and keys of each block. Every
             kv head has the same sums, qo_len and kv_len.
-        num_qo_heads, num_kv_heads, use_fp16_qk_reduction, logits_soft_cap, sm_scale, non_blocking : as for
-            `BatchPrefillWithPagedKVCacheWrapper.plan`. Query heads of a kv head share its blocks.
-        q_data_type, kv_data_type : torch dtypes or their names. Default float16, and q's.
-        head_dim : of q, k, v and the output, at least 1.
+        num_qo_heads, num_kv_heads, head_dim, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap, sm_scale,
+            rope_scale, rope_theta, non_blocking, q_data_type, kv_data_type : as for `BlockSparseAttentionWrapper.plan`.
+            Query heads of a kv head share its blocks.
         causal : default False. True: token i sees keys j <= i + kv_len - qo_len of its blocks.
-        pos_encoding_mode : refused unless "NONE".
-        rope_scale, rope_theta : > 0; without effect, as no position is encoded.
 
         Raises
         ------
@@ -257,8 +253,7 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         options = PlanOptions.of(locals(), **sizes, causal=False)
         flat = block_sparse.causal_mask(lengths, matrix) if checks.boolean("causal", causal) else None
         mask = batch_plan.mask(flat, None, lengths, self.device)
-        size = matrix.page_size
-        return PlanRequest(options, Splits(None, False), size, matrix=matrix, lengths=lengths, mask=mask)
+        return PlanRequest(options, page_size=matrix.page_size, matrix=matrix, lengths=lengths, mask=mask)
 
     begin_forward = plan
 

@@ -78,8 +78,8 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        calls.forget()
-        stack.callback(calls.forget)
+        calls.UNPLANNED.clear()
+        stack.callback(calls.UNPLANNED.clear)
         for memo in (select.chosen, loader.load, prepared):
             memo.cache_clear()
             stack.callback(memo.cache_clear)

@@ -17,8 +17,10 @@ import torch
 
 from cute_attn.integrations import workspaces
 from cute_attn.prefill import single_prefill_with_kv_cache
+from cute_attn.problem import BatchLengths
 from cute_attn.request import checks, unplanned
-from cute_attn.request.unplanned import NOWHERE, Keys, Lengths
+from cute_attn.request.index_arrays import IndexArrays
+from cute_attn.request.unplanned import Keys
 from cute_attn.runtime import capture
 from cute_attn.runtime.staging import is_capturing
 from cute_attn.wrappers import planned_prefill
@@ -219,7 +221,7 @@ def _tokens(operands: Operands, band: Band) -> torch.Tensor:
     if all(_is_one_axis(x, 1) for x in (k, v)):
         keys = Keys(k.flatten(0, 1), v.flatten(0, 1))
         return _planned(q.flatten(0, 1), keys, out.flatten(0, 1), lengths, band)
-    keys, lengths = Keys(k, v, _page_per_request(batch, q.device)), lengths._replace(kv_indptr=NOWHERE)
+    keys = Keys(k, v, _page_per_request(batch, q.device))
     return _planned(q.flatten(0, 1), keys, out.flatten(0, 1), lengths, band)
 
 
@@ -230,8 +232,8 @@ def _ragged(operands: Operands, cum_seq_q: torch.Tensor, cum_seq_k: torch.Tensor
         _refuse("cum_seq_k=None without block_table", "it says where the keys of a request are", "cum_seq_k")
     unplanned.refuse_capture("varlen_attn", q.device)
     bounds = {"cum_seq_q": cum_seq_q, "cum_seq_k": cum_seq_k}
-    qo_indptr, kv_indptr = unplanned.host_arrays(bounds, q.device)
-    lengths = Lengths(qo_indptr, kv_indptr[1:] - kv_indptr[:-1], kv_indptr)
+    qo_indptr, kv_indptr = map(torch.from_numpy, unplanned.host_arrays(bounds, q.device))
+    lengths = IndexArrays(tuple(bounds), qo_indptr, kv_indptr).on_host()
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
     rows = lengths.rows
     _clear(operands, rows)
@@ -273,7 +275,7 @@ def _clear(operands: Operands, first: int) -> None:
     out[first:].zero_()
 
 
-def _planned(q: torch.Tensor, keys: Keys, out: torch.Tensor, lengths: Lengths, band: Band) -> torch.Tensor:
+def _planned(q: torch.Tensor, keys: Keys, out: torch.Tensor, lengths: BatchLengths, band: Band) -> torch.Tensor:
     """Compute a batch under the plan of an earlier call with these lengths, or a new one; return the base-2 lse."""
     structure = Structure.of(q, keys, o_data_type=out.dtype, causal=band.causal, window_left=band.window_left)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -283,10 +285,10 @@ def _planned(q: torch.Tensor, keys: Keys, out: torch.Tensor, lengths: Lengths, b
 
 
 @functools.lru_cache(64)
-def _uniform_lengths(batch: int, qo_len: int, kv_len: int) -> Lengths:
+def _uniform_lengths(batch: int, qo_len: int, kv_len: int) -> BatchLengths:
     """Return the lengths of a batch, and where the keys of each request start."""
     requests = np.arange(batch + 1, dtype=np.int64)
-    return Lengths(requests * qo_len, np.full(batch, kv_len), requests * kv_len)
+    return BatchLengths(requests * qo_len, requests * kv_len, np.full(batch, kv_len))
 
 
 @functools.lru_cache(64)

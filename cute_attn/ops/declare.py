@@ -37,6 +37,7 @@ TYPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "tuple[torch.Tensor, torch.Tensor]": (TENSORS, ("Tensor[]",)),
     "Any": (UNUSED, ()),  # refused unless None
 }
+RETURNS = {"None": "()", "torch.Tensor": "Tensor"}  # by annotations; of all others out and lse
 
 
 class Parameter(NamedTuple):
@@ -64,9 +65,9 @@ class Declaration(NamedTuple):
     name: str
     function: Callable[..., Any]
     fake: Fake  # from arguments by name to what the operator returns
-    mutates: tuple[str, ...]
+    mutates: tuple[str, ...]  # as far as the function has them
     returns: str
-    is_method: bool
+    is_method: bool  # of a wrapper: the operator first takes its handle, the dtype of out and `*args` of the run
 
     def parameters(self) -> tuple[Parameter, ...]:
         """Return the parameters that the operator takes, without `self` and `*args`."""
@@ -80,26 +81,18 @@ DECLARED: dict[str, Declaration] = {}
 
 
 def operator(
-    name: str,
-    fake: Fake,
-    mutates: tuple[str, ...] = ("out", "lse"),
-    returns: str = "(Tensor, Tensor)",
-    is_method: bool = False,
+    name: str, fake: Fake = lambda arguments: None, mutates: tuple[str, ...] = ("out", "lse")
 ) -> Callable[[F], F]:
     """Decorate a public function, which stays as it is, to declare the operator that stands for it under Dynamo.
 
-    Parameters
-    ----------
-    name : of the operator in the namespace `cute_attn`.
-    fake : from the arguments, a dict by name, to what the operator returns, without data.
-    mutates : the arguments that are written.
-    returns : of the schema.
-    is_method : the function is a method of a batch wrapper: the operator takes its handle first, then the dtype of out
-        and the positional arguments of the run.
+    `name`: in the namespace `cute_attn`. `fake`: from the arguments, a dict by name, to what the operator returns,
+    without data. `mutates`: the arguments that are written.
     """
 
     def decorate(function: F) -> F:
-        DECLARED[name] = Declaration(name, function, fake, mutates, returns, is_method)
+        signature = inspect.signature(function)
+        returns = RETURNS.get(signature.return_annotation, "(Tensor, Tensor)")
+        DECLARED[name] = Declaration(name, function, fake, mutates, returns, "self" in signature.parameters)
         return function
 
     return decorate

@@ -57,10 +57,6 @@ def latent_run(arguments: Arguments) -> Pair:
     return _attention(arguments, q_nope, q_nope.shape[-1], arguments["o_dtype"])
 
 
-def nothing(arguments: Arguments) -> None:
-    """Of functions that only write."""
-
-
 def merged_pair(arguments: Arguments) -> Pair:
     """Of `merge_state`."""
     v, s = arguments["v_a"], arguments["s_a"]

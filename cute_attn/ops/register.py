@@ -7,7 +7,7 @@ caller gave memory for are empty tensors: an operator must not return its argume
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def schema(declaration: Declaration) -> str:
     return f"{declaration.name}({', '.join(arguments)}) -> {declaration.returns}"
 
 
-def arguments_by_name(parameters: tuple[Parameter, ...], flat: tuple[Any, ...]) -> dict[str, Any]:
+def arguments_by_name(parameters: tuple[Parameter, ...], flat: Sequence[Any]) -> dict[str, Any]:
     """Return the arguments of the public function from those of the operator."""
     values, named = iter(flat), {}
     for parameter in parameters:
@@ -56,14 +56,13 @@ def fresh(arguments: dict[str, Any], result: Any) -> tuple[torch.Tensor, torch.T
 
 def implementation(declaration: Declaration) -> Callable[..., Any]:
     """Return what computes an operator: the public function."""
-    parameters = declaration.parameters()
-    function = declaration.function
+    parameters, function = declaration.parameters(), declaration.function
     names = list(inspect.signature(function).parameters)
 
     def of_function(*flat: Any) -> Any:
         arguments = arguments_by_name(parameters, flat)
         result = function(**arguments)
-        return fresh(arguments, result) if "out" in declaration.mutates else result
+        return fresh(arguments, result) if "out" in arguments else result
 
     def of_method(
         handle: int, o_dtype: torch.dtype, operands: list[torch.Tensor], operand: float | None, *flat: Any
@@ -87,17 +86,17 @@ def fake(declaration: Declaration) -> Callable[..., Any]:
     """Return what computes the shapes and dtypes of an operator's results."""
     parameters = declaration.parameters()
 
-    def of_function(*flat: Any) -> Any:
-        return declaration.fake(arguments_by_name(parameters, flat))
-
-    def of_method(handle: int, o_dtype: torch.dtype | None, operands: Any, operand: Any, *flat: Any) -> Any:
+    def of_operator(*flat: Any) -> Any:
+        if not declaration.is_method:
+            return declaration.fake(arguments_by_name(parameters, flat))
+        _, o_dtype, _, _, *rest = flat
         if o_dtype is None:
             raise NotPlannedError(
                 "plan() must come before run() is traced: dtypes and shapes of results follow from it"
             )
-        return declaration.fake({"o_dtype": o_dtype, **arguments_by_name(parameters, flat)})
+        return declaration.fake({"o_dtype": o_dtype, **arguments_by_name(parameters, rest)})
 
-    return of_method if declaration.is_method else of_function
+    return of_operator
 
 
 def _registered() -> dict[str, Any]:

@@ -4,7 +4,6 @@ none of which waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +95,11 @@ class SlotMapping(NamedTuple):
 class OwnRows(NamedTuple):
     """Row t goes to page t of an output with pages of one token."""
 
+    def destinations(self, nnz: int, cache: torch.Tensor) -> Destinations | None:
+        """Return where `nnz` rows go in a cache [nnz, 1, ...]; None: nothing to write."""
+        row = torch.arange(nnz, device=cache.device)
+        return Destinations(row, row, torch.zeros_like(row), torch.ones_like(row[0], dtype=torch.bool)) if nnz else None
+
 
 Slots = PageTable | SlotMapping | OwnRows
 
@@ -137,29 +141,16 @@ class Append(NamedTuple):
 
 def reference(append: Append) -> None:
     """Writes the rows by torch operations, on any device. CUDA graphs can capture them."""
-    write = _writer(append)
+    destinations = append.slots.destinations(append.rows[0].shape[0], append.caches[0])
     for i, (rows, cache) in enumerate(zip(append.rows, append.caches, strict=True)):
         if append.stored == "copy":
-            write(cache, rows)
+            write_rows(cache, rows, destinations)
         elif append.stored == "nvfp4":
             data, block_scales = nvfp4.quantize(rows, _wide(append.scales[i]))
-            write(cache, data)
-            write(append.block_scales[i], block_scales)
+            write_rows(cache, data, destinations)
+            write_rows(append.block_scales[i], block_scales, destinations)
         else:
-            write(cache, nvfp4.quantize_fp8(rows, _wide(append.scales[i]), cache.dtype))
-
-
-def _writer(append: Append) -> Callable[[torch.Tensor, torch.Tensor], object]:
-    """Returns what writes rows to their slots in a cache."""
-    if isinstance(append.slots, OwnRows):
-        return lambda cache, rows: cache.squeeze(1).copy_(rows)
-    destinations = append.slots.destinations(append.rows[0].shape[0], append.caches[0])
-    return lambda cache, rows: write_rows(cache, rows, destinations)
-
-
-def own_rows(output: torch.Tensor) -> torch.Tensor:
-    """Returns an output [rows, num_heads, n] as a cache with pages of one token, for slots of `OwnRows`."""
-    return output.unsqueeze(1)
+            write_rows(cache, nvfp4.quantize_fp8(rows, _wide(append.scales[i]), cache.dtype), destinations)
 
 
 def _wide(scale: Scale) -> Scale:

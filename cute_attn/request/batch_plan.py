@@ -16,9 +16,8 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import NO_LENGTHS, BatchLengths, Features, Lengths, Settings
 from cute_attn.request import checks, index_arrays, positional
 from cute_attn.request.bit_packing import pack_segments
-from cute_attn.request.once import once
 from cute_attn.request.operands import check_workspace
-from cute_attn.request.settings import MAX_INDEX, MAX_ROWS, Stored, call_settings
+from cute_attn.request.settings import MAX_INDEX, MAX_ROWS, Stored, call_settings, once
 
 UNSET = -1  # FlashInfer's number for a `fixed_split_size` that is not given
 JIT_REASON = "variants written in CUDA are not part of this library"
@@ -87,11 +86,11 @@ def plan_settings(options: PlanOptions, kv_layout: str, page_size: int, **featur
         num_qo_heads=count("num_qo_heads", options.num_qo_heads),
         num_kv_heads=count("num_kv_heads", options.num_kv_heads),
         head_dim_qk=head_dim_qk,
-        head_dim_vo=head_dim_vo,
+        head_dim_vo=head_dim_vo // packing,
         kv_block_scales=packing == 2,
         **features,
     )
-    stored = Stored(kv_dtype, head_dim_qk // packing, head_dim_vo // packing, page_size=page_size)
+    stored = Stored(kv_dtype, head_dim_qk // packing, page_size)
     *first, lse_base = options[PlanOptions._fields.index("pos_encoding_mode") :]  # in the order of `Call`
     try:  # not `checks.renamed`, whose context costs every plan 1 us
         return call_settings(given, stored, kv_layout, *first, None, None, None, o_dtype, False, None, lse_base)
@@ -108,8 +107,8 @@ def count(name: str, value: Any) -> int:
 class Splits(NamedTuple):
     """How a schedule may split keys."""
 
-    fixed_split_size: int | None  # tokens
-    disable_split_kv: bool
+    fixed_split_size: int | None = None  # tokens
+    disable_split_kv: bool = False
 
 
 def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Splits:
@@ -312,8 +311,8 @@ class PlanRequest(NamedTuple):
     """What a `plan` asks for."""
 
     options: PlanOptions
-    splits: Splits
-    page_size: int
+    splits: Splits = Splits()
+    page_size: int = 1
     max_qo_len: int | None = None  # most query tokens of a request, where launches may depend on it
     newest: bool = False  # whether all query tokens are the newest of their request, and see the keys up to their own
     matrix: Any = None  # `block_sparse.Matrix`, of a block-sparse plan

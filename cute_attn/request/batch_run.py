@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.problem import BatchPlan, BatchProblem, DeviceLengths, MemoryRange, Settings
+from cute_attn.problem import BatchPlan, BatchProblem, DeviceLengths, Features, MemoryRange, Settings
 from cute_attn.request import checks, key_ranges, operands
 from cute_attn.request.caches import cache_halves, is_large
 from cute_attn.request.key_ranges import KeyRanges
-from cute_attn.request.once import once
 from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, NO_SCALES, SCALES
-from cute_attn.request.settings import LSE_BASES, MIN_SCALE
+from cute_attn.request.settings import LSE_BASES, MIN_SCALE, once
 
 LSE_LAYOUTS = ("NH", "HN")
 NO_WINDOWS = (-1, -1)
@@ -69,13 +68,18 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
             checks.as_planned(agrees, "window_left", run.window_left, planned_window, "None or ")
         scales = operands.split_scales(q.device, run.q_scale, run.k_scale, run.v_scale)
         if plan.run_settings is None:
-            plan.run_settings = once()(functools.partial(_add_run_options, plan))
-        settings = plan.run_settings(
-            *(scales.q, scales.k, scales.v, run.enable_pdl, bool(scales.of_scores)),
-            *(run.sinks is not None, run.head_scales is not None, placed.half_aligned),
-            *(placed.expanded, large, loose),
-            *(NO_WINDOWS if run.ranges is None else run.ranges.windows()),
+            plan.run_settings = once(trusted=2)(functools.partial(_add_run_options, plan))
+        needed = settings.features._replace(
+            positive_scale=not scales.of_scores,
+            per_head_scales=run.head_scales is not None,
+            sinks=run.sinks is not None,
+            expanded=placed.expanded,
+            large_cache=large,
+            loose_scales=loose,
+            half_aligned_kv=placed.half_aligned,
         )
+        windows = NO_WINDOWS if run.ranges is None else run.ranges.windows()
+        settings = plan.run_settings(needed, windows, scales.q, scales.k, scales.v, run.enable_pdl)
     features = settings.features
     sinks = None if run.sinks is None else operands.per_head("sinks", run.sinks, features.num_qo_heads, q.device)
 
@@ -149,47 +153,32 @@ def lse_form(plan: BatchPlan, arguments: RunArguments, lse_base: Any, lse_layout
 
 def _add_run_options(
     plan: BatchPlan,
+    needed: Features,
+    range_windows: tuple[int, int],
     q_scale: Any,
     k_scale: Any,
     v_scale: Any,
     enable_pdl: Any,
-    device_scale: bool,
-    sinks: bool,
-    per_head: bool,
-    half_aligned: bool,
-    expanded: bool,
-    large_cache: bool,
-    loose_scales: bool,
-    *range_windows: int,
 ) -> Settings:
-    """Return the planned settings with what a run adds; None adds nothing.
-
-    `device_scale`: a factor of the scores is a tensor on the device. `sinks`, `per_head`: the run has sinks, or
-    per-head scales. `half_aligned`: see `Features.half_aligned_kv`. `expanded`, `large_cache` and `loose_scales`: see
-    there too; backends that run them need not know of them. `range_windows`: see `Settings`.
+    """Return the planned settings with what a run adds; None adds nothing. `needed`: the features of the run, its scale
+    positive unless a factor is a tensor on the device.
     """
     s = plan.settings
     q_factor, k_factor, v_factor = (
-        checks.real_or(name, value, 1.0) for name, value in zip(SCALES, (q_scale, k_scale, v_scale), strict=True)
+        checks.real(name, value, 1.0) for name, value in zip(SCALES, (q_scale, k_scale, v_scale), strict=True)
     )
     sm_scale = checks.real("sm_scale * q_scale * k_scale", s.sm_scale * q_factor * k_factor)
     if enable_pdl is not None:
         checks.boolean("enable_pdl", enable_pdl)
-    features = s.features._replace(
-        positive_scale=sm_scale >= MIN_SCALE and not device_scale,
-        sinks=sinks,
-        per_head_scales=per_head,
-        half_aligned_kv=half_aligned,
-    )
-    needed = features._replace(expanded=expanded, large_cache=large_cache, loose_scales=loose_scales)
+    needed = needed._replace(positive_scale=needed.positive_scale and sm_scale >= MIN_SCALE)
     if needed != s.features:
         plan.check_supported(needed)
     return s._replace(
-        features=features,
+        features=needed._replace(expanded=False, large_cache=False, loose_scales=False),  # which change no launch
         sm_scale=sm_scale,
         v_scale=s.v_scale * v_factor,
         enable_pdl=enable_pdl,
-        range_windows=(range_windows[0], range_windows[1]),
+        range_windows=range_windows,
     )
 
 
@@ -251,16 +240,6 @@ def _check_kv_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> 
 
 
 # ---- scales and outputs
-
-
-def divided_by(name: str, divisor: Any, scale: Any) -> Any:
-    """Return `scale` (None: 1) divided by the number `divisor`, which must be > 0."""
-    divisor = checks.positive(name, divisor)
-    if scale is None:
-        return 1.0 / divisor
-    if not isinstance(scale, torch.Tensor):
-        return checks.real("v_scale", scale) / divisor
-    return scale.float() / divisor if scale.is_floating_point() else scale  # whose dtype is refused
 
 
 def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -129,8 +129,10 @@ def whole(name: str, value: Any) -> int:
     raise wrong(f"{name} must be an int", value, ArgumentTypeError)
 
 
-def real(name: str, value: Any) -> float:
-    """Check for a finite number that fp32 can hold, with room for a constant factor."""
+def real(name: str, value: Any, default: float | None = None) -> float:
+    """Check for a finite number that fp32 can hold, with room for a constant factor. None stands for a default."""
+    if value is None and default is not None:
+        return default
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise wrong(f"{name} must be a number", value, ArgumentTypeError)
@@ -143,22 +145,12 @@ def real(name: str, value: Any) -> float:
     return value + 0.0  # -0.0 becomes 0.0: they are equal as keys of caches
 
 
-def real_or(name: str, value: Any, default: float) -> float:
-    """Check `real`; None stands for `default`."""
-    return default if value is None else real(name, value)
-
-
-def positive(name: str, value: Any) -> float:
-    """Check for a finite number > 0."""
-    value = real(name, value)
+def positive(name: str, value: Any, default: float | None = None) -> float:
+    """Check for a number > 0, else as `real` does."""
+    value = real(name, value, default)
     if value <= 0:
         raise ArgumentError(f"{name} must be > 0, got {value!r}")
     return value
-
-
-def positive_or(name: str, value: Any, default: float) -> float:
-    """Check `positive`; None stands for `default`."""
-    return default if value is None else positive(name, value)
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
@@ -184,18 +176,6 @@ def stored(name: str, value: torch.Tensor) -> torch.Tensor:
     if value.is_conj():
         raise ArgumentError(f"{name} must not be a conjugate view (is_conj()): pass {name}.resolve_conj()")
     return value
-
-
-def plain(name: str, value: Any) -> torch.Tensor:
-    """Check for a tensor with memory and one shape: not a nested one, and none that torch.func or vmap wraps."""
-    if isinstance(value, torch.Tensor):
-        if value.is_nested:
-            raise ArgumentError(f"{name} must not be a nested tensor: pass its parts as requests of a batch wrapper")
-        if torch._C._functorch.is_functorch_wrapped_tensor(value):
-            raise ArgumentError(
-                f"{name} must be a tensor outside of torch.func transforms and vmap, which have no rule"
-            )
-    return tensor(name, value)
 
 
 def readable(name: str, value: Any) -> torch.Tensor:

@@ -140,8 +140,8 @@ def _settings(
 ) -> Settings:
     """Return the settings. `found`: the numbers among the scales."""
     query, k, v = qkv
-    sm_scale = checks.real_or("bmm1_scale", found.q, 1.0) * call.form.bmm1_factor
-    v_scale, o_scale = checks.real_or("bmm2_scale", found.v, 1.0), checks.positive_or("o_scale", call.o_scale, 1.0)
+    sm_scale = checks.real("bmm1_scale", found.q, 1.0) * call.form.bmm1_factor
+    v_scale, o_scale = checks.real("bmm2_scale", found.v, 1.0), checks.positive("o_scale", call.o_scale, 1.0)
     o_dtype = (call.form.out_dtype or query.dtype) if call.out is None else checks.tensor("out", call.out).dtype
     if o_dtype != FP8_OUT:
         v_scale = checks.real("bmm2_scale * o_scale", v_scale * o_scale)
@@ -149,6 +149,7 @@ def _settings(
     given = Features(
         *(query.device, query.dtype, k.dtype, query.dtype),
         *(query.shape[1], k.shape[2], query.shape[2], v.shape[3]),
+        positive_scale=not found.of_scores,
         kv_block_scales=block_scales is not None,
         sinks=call.sinks is not None,
         expanded=placed.expanded,
@@ -168,7 +169,7 @@ def _settings(
         o_dtype=o_dtype,
         enable_pdl=call.enable_pdl,
     )
-    stored = Stored(v.dtype, k.shape[3], v.shape[3], bool(found.of_scores), k.shape[1])
+    stored = Stored(v.dtype, k.shape[3], k.shape[1])
     return call_settings(given, stored, *options[len(NOT_OPTIONS) :])
 
 

@@ -268,7 +268,7 @@ def mla_problem(call: MlaCall, lengths: MlaLengths) -> MlaProblem:
     if call.enable_pdl is not None:
         checks.boolean("enable_pdl", call.enable_pdl)
     scales = ("ckv_scale", call.ckv_scale), ("kpe_scale", call.kpe_scale)
-    ckv_scale, kpe_scale = (checks.positive_or(name, x, 1.0) for name, x in scales)
+    ckv_scale, kpe_scale = (checks.positive(name, x, 1.0) for name, x in scales)
     if ckv.dtype == NARROW != kpe.dtype and kpe_scale != 1.0:
         raise ArgumentError(f"kpe_scale must be 1 for rotated columns of 16 bits, got {kpe_scale}")
     settings = MlaSettings(

@@ -165,6 +165,13 @@ def split_scale(name: str, value: Any, device: torch.device) -> tuple[Any, tuple
     return None, (value.to(torch.float32),)
 
 
+def scaled(name: str, scale: Any, factor: float) -> Any:
+    """Return a scale (None: 1) times a number, of tensors in fp32: narrower products would be rounded."""
+    if not isinstance(scale, torch.Tensor):
+        return checks.real(name, scale, 1.0) * factor
+    return scale.float() * factor if scale.is_floating_point() else scale  # whose dtype is refused
+
+
 def number_or_tensor(name: str, value: Any, device: torch.device) -> float | torch.Tensor:
     """Check a scale that must be given, and return a number or an fp32 tensor on the device: products of narrower ones
     would be rounded, and might overflow.

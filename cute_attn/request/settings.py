@@ -7,15 +7,17 @@ compute the rest in every call. Errors are not cached: they are raised again eac
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple
+import numbers
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, RuntimeArgumentError
 from cute_attn.problem import Features, Settings
 from cute_attn.request import checks
-from cute_attn.request.once import once
 
 HALF = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -32,6 +34,38 @@ MAX_ROWS = 1 << 30  # tokens x heads of q
 MIN_SCALE = torch.finfo(torch.float32).tiny  # factor of the scores in the exponent: with 0, 0 * -inf is NaN
 MAX_SOFT_CAP = 2.0**100  # soft caps are clamped to [2^-100, 2^100]: beyond, 1 / cap is 0 or infinite in fp32
 MAX_INDEX = (1 << 31) - 1  # kernels count rows of q, of ragged k and v, and entries of page tables in 32 bits
+IMMUTABLE = (numbers.Number, str, torch.dtype, type(None))
+CACHE_SIZE = 256  # results that are kept: more than the layers of a model have
+
+T = TypeVar("T")
+
+
+def once(trusted: int = 0) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Decorate a pure function of positional arguments, the first `trusted` of which do not come from the user, to be
+    computed once for equal arguments of equal types: 1, 1.0 and True are equal, but no option takes all three. Errors
+    are not kept, nor results of arguments that have no hash, may change their value or are large. The memo is `kept` of
+    the result.
+    """
+
+    def decorated(check: Callable[..., T]) -> Callable[..., T]:
+        @functools.lru_cache(CACHE_SIZE, typed=True)
+        def kept(*arguments: Any) -> T:
+            if not all(isinstance(argument, IMMUTABLE) for argument in arguments[trusted:]):
+                raise TypeError("an argument may change its value, or is large: a tensor, an array, any object")
+            return check(*arguments)
+
+        @functools.wraps(check)
+        def checked(*arguments: Any) -> T:
+            try:
+                return kept(*arguments)
+            except TypeError:  # an argument has no hash, is wrong, or must not be kept
+                pass
+            return check(*arguments)
+
+        checked.__dict__["kept"] = kept
+        return checked
+
+    return decorated
 
 
 class Call(NamedTuple):
@@ -74,37 +108,36 @@ class Stored(NamedTuple):
     """
 
     v_dtype: torch.dtype
-    head_dim_k: int  # elements of a row of k
-    head_dim_v: int
-    device_scale: bool = False  # a factor of the scores is a tensor on the device
+    head_dim_k: int  # elements of a row
     page_size: int = 1
 
 
 @once(trusted=2)
 def call_settings(given: Features, fields: tuple[Any, ...], *options: Any) -> Settings:
     """Check the fields of a `Stored` and the options of a `Call`, in order, and return the settings they decide.
-    `given`: the features that tensors decide; options decide the others, and `Stored` the head dimension of v.
+    `given`: the features that tensors decide, its scale positive unless a factor is a tensor on the device; options
+    decide the others. Its head dimension of v counts elements.
     """
     stored, call = Stored(*fields), Call._make((*NOT_OPTIONS, *options))
     _check_structure(given, stored)
-    cap = checks.real_or("logits_soft_cap", call.logits_soft_cap, 0.0)
+    cap = checks.real("logits_soft_cap", call.logits_soft_cap, 0.0)
     soft_cap = min(max(cap, 1 / MAX_SOFT_CAP), MAX_SOFT_CAP) if cap > 0 else 0.0  # 0: none
-    sm_scale = checks.real_or("sm_scale", call.sm_scale, given.head_dim_qk**-0.5)
-    q_scale, k_scale = checks.real_or("q_scale", call.q_scale, 1.0), checks.real_or("k_scale", call.k_scale, 1.0)
+    sm_scale = checks.real("sm_scale", call.sm_scale, given.head_dim_qk**-0.5)
+    q_scale, k_scale = checks.real("q_scale", call.q_scale, 1.0), checks.real("k_scale", call.k_scale, 1.0)
     sm_scale = checks.real("sm_scale * q_scale * k_scale", sm_scale * q_scale * k_scale)
     checks.boolean("return_lse", call.return_lse)
     if call.enable_pdl is not None:
         checks.boolean("enable_pdl", call.enable_pdl)
     return Settings(
-        _features(given, stored, call, soft_cap > 0, sm_scale >= MIN_SCALE and not stored.device_scale),
+        _features(given, stored, call, soft_cap > 0, given.positive_scale and sm_scale >= MIN_SCALE),
         checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS),
         (checks.boolean("causal", call.causal) and not given.custom_mask) or given.multi_item,
         max(-1, min(checks.whole("window_left", call.window_left), MAX_KV_LEN)),
         soft_cap,
         sm_scale,
-        checks.real_or("v_scale", call.v_scale, 1.0),
-        checks.positive_or("rope_scale", call.rope_scale, 1.0),
-        checks.positive_or("rope_theta", call.rope_theta, 1e4),
+        checks.real("v_scale", call.v_scale, 1.0),
+        checks.positive("rope_scale", call.rope_scale, 1.0),
+        checks.positive("rope_theta", call.rope_theta, 1e4),
         call.enable_pdl,
         LSE_BASES[checks.choice("lse_base", call.lse_base, tuple(LSE_BASES))],
         stored.page_size,
@@ -113,7 +146,7 @@ def call_settings(given: Features, fields: tuple[Any, ...], *options: Any) -> Se
 
 def _features(given: Features, stored: Stored, call: Call, soft_cap: bool, positive_scale: bool) -> Features:
     packing = 2 if given.kv_dtype == torch.uint8 else 1  # values per element of storage
-    head_dim_qk, head_dim_vo = given.head_dim_qk, stored.head_dim_v * packing
+    head_dim_qk, head_dim_vo = given.head_dim_qk, given.head_dim_vo * packing
     if stored.head_dim_k * packing != head_dim_qk:
         raise RuntimeArgumentError(
             f"q and k must have the same head dimension, got {head_dim_qk} and {stored.head_dim_k * packing}"
@@ -156,8 +189,7 @@ def _check_structure(given: Features, stored: Stored) -> None:
             "kv_cache_sf (k_sf, v_sf) must come with uint8 (NVFP4) k and v, and only with them; "
             f"got kv_cache_sf {'given' if given.kv_block_scales else 'None'} and k of {checks.short(k)}"
         )
-    counts = {name: getattr(given, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk")}
-    counts["head_dim_vo"] = stored.head_dim_v
+    counts = {name: getattr(given, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")}
     if min(counts.values()) < 1:
         raise ArgumentError(
             "q, k and v must have at least one head and head dimension 1, got "

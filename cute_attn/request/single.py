@@ -57,6 +57,7 @@ def problem(call: Call) -> Problem:
         *(device, q.dtype, k.dtype, q.dtype),
         *(num_qo_heads, num_kv_heads, head_dim_q, v_shape[2]),
         custom_mask=mask is not None or packed_mask is not None,
+        positive_scale=not scales.of_scores,
         per_head_scales=not (scale_q is scale_k is scale_v is None),
         kv_block_scales=kv_cache_sf is not None,
         sinks=sinks is not None,
@@ -64,7 +65,7 @@ def problem(call: Call) -> Problem:
         decode=decode,
         half_aligned_kv=placed.half_aligned,
     )
-    settings = call_settings(features, (v.dtype, k_shape[2], v_shape[2], bool(scales.of_scores)), *options)
+    settings = call_settings(features, (v.dtype, k_shape[2]), *options)
     features = settings.features
     q = operands.readable(q, k, v, placed)
     rows = (num_qo_heads,) if decode else (qo_len, num_qo_heads)
@@ -91,8 +92,14 @@ def problem(call: Call) -> Problem:
 
 
 def _refuse_operands(call: Call) -> None:
-    for name in ("q", "k", "v"):
-        checks.plain(name, getattr(call, name))
+    for name, value in zip(NAMES, call, strict=False):
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            raise ArgumentError(f"{name} must not be a nested tensor: pass its parts as requests of a batch wrapper")
+        if isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+            raise ArgumentError(
+                f"{name} must be a tensor outside of torch.func transforms and vmap, which have no rule"
+            )
+        checks.tensor(name, value)
 
 
 def _refuse_ranks(call: Call) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.request import batch_plan, checks
+from cute_attn.request import batch_plan, checks, operands
 from cute_attn.request.batch_plan import JIT_INSTEAD, JIT_REASON, PlanOptions
 from cute_attn.request.settings import POS_ENCODING_MODES
 
@@ -69,12 +69,7 @@ class SinkVariant(NamedTuple):
             return sinks, q_scale
         if planned_scale == 0:
             raise ArgumentError(f"sm_scale of plan() must not be 0 where run() brings another one, here {sm_scale}")
-        factor = sm_scale / planned_scale
-        if not isinstance(q_scale, torch.Tensor):
-            q_scale = checks.real_or("q_scale", q_scale, 1.0)
-        elif q_scale.is_floating_point():
-            q_scale = q_scale.float()  # the product of a narrower one would be rounded
-        return sinks, q_scale * factor
+        return sinks, operands.scaled("q_scale", q_scale, sm_scale / planned_scale)
 
 
 def made_for(
@@ -116,5 +111,5 @@ def _is_sink_variant(jit_args: Any) -> bool:
     """Tell whether `jit_args` are those of FlashInfer's sink variant: 13 entries with its name, tensors and scalars."""
     if not isinstance(jit_args, list | tuple) or len(jit_args) != 13 or not isinstance(jit_args[0], str):
         return False
-    operands = tuple(list(x) if isinstance(x, tuple) else x for x in jit_args[7:12])
-    return jit_args[0].startswith(URI) and operands == OPERANDS
+    named = tuple(list(x) if isinstance(x, tuple) else x for x in jit_args[7:12])
+    return jit_args[0].startswith(URI) and named == OPERANDS

@@ -9,29 +9,12 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError
+from cute_attn.problem import BatchLengths
 from cute_attn.request import checks
 from cute_attn.request.settings import MAX_KV_LEN
 
-NOWHERE = np.empty(0, np.int64)
+NOWHERE = np.empty(0, np.int64)  # rows of keys that are in pages
 LENGTH_DTYPES = (torch.int32, torch.uint32, torch.int64)
-
-
-class Lengths(NamedTuple):
-    """Query tokens `[batch_size + 1]` and keys `[batch_size]` of a batch, and the rows `[batch_size + 1]` of these,
-    empty where they are in pages: int64 on the host.
-    """
-
-    qo_indptr: np.ndarray
-    kv_len: np.ndarray
-    kv_indptr: np.ndarray = NOWHERE
-
-    @property
-    def rows(self) -> int:
-        return int(self.qo_indptr[-1])
-
-    def same(self, other: Lengths | None) -> bool:
-        """Tell whether another batch has the same lengths."""
-        return other is not None and all(map(np.array_equal, self, other))
 
 
 class Keys(NamedTuple):
@@ -90,14 +73,14 @@ def from_host(q_seq_lens_cpu: Any, kv_seq_lens_cpu: Any) -> tuple[torch.Tensor, 
     return qo_indptr, kv_len, kv_indptr
 
 
-def lengths(arrays: Mapping[str, Any], sizes: Mapping[str, Any], query: torch.Tensor, k: torch.Tensor) -> Lengths:
+def lengths(arrays: Mapping[str, Any], sizes: Mapping[str, Any], query: torch.Tensor, k: torch.Tensor) -> BatchLengths:
     """Read lengths, and check them against each other, the rows of query and k, and what else the call says of them.
 
     `arrays`: cum_seq_lens_q, seq_lens and, where k has rows instead of pages, cum_seq_lens_kv. `sizes`: batch_size,
     max_q_len and max_kv_len.
     """
     rows = query.shape[0]
-    qo_indptr, kv_len, *kv_indptr = host_arrays(arrays, query.device)
+    qo_indptr, kv_len, *of_rows = host_arrays(arrays, query.device)
     batch_size, max_q_len, max_kv_len = (checks.at_least(name, value, 0) for name, value in sizes.items())
     for name, value, size in (("cum_seq_lens_q", qo_indptr, batch_size + 1), ("seq_lens", kv_len, batch_size)):
         if len(value) != size:
@@ -110,31 +93,23 @@ def lengths(arrays: Mapping[str, Any], sizes: Mapping[str, Any], query: torch.Te
         )
     what = ", max_kv_len" if max_kv_len <= MAX_KV_LEN else ""
     checks.each_within("seq_lens", kv_len, min(max_kv_len, MAX_KV_LEN), what)
-    if kv_indptr:
-        ragged, rows = kv_indptr[0], k.shape[0]
-        if not np.array_equal(np.diff(ragged), kv_len):
+    kv_indptr = of_rows[0] if of_rows else NOWHERE
+    if of_rows:
+        if not np.array_equal(np.diff(kv_indptr), kv_len):
             raise ArgumentError(
                 "cum_seq_lens_kv must be the sums of seq_lens: they give other numbers of keys to a request"
             )
-        checks.increasing("cum_seq_lens_kv", ragged, rows, ", the rows of k and v")
-    return Lengths(qo_indptr, kv_len, *kv_indptr)
+        checks.increasing("cum_seq_lens_kv", kv_indptr, k.shape[0], ", the rows of k and v")
+    return BatchLengths(qo_indptr, kv_indptr, kv_len)
 
 
-def chunks(size: int, kv_len: np.ndarray) -> dict[str, Any]:
-    """Return chunks of `size` keys as arguments of multi-item scoring: items behind an empty prefix, whose tokens see
-    their item up to themselves. Nothing for a size of 0.
-    """
-    if not size:
-        return {}
-    longest = int(kv_len.max(initial=0))
-    positions = (
-        np.arange(longest, dtype=np.int32) % min(size, MAX_KV_LEN) + 1
-    )  # 0 is a delimiter, which sees no key of its item
-    return {
-        "prefix_len_ptr": torch.zeros(len(kv_len), dtype=torch.int32, device="cpu"),
-        "token_pos_in_items_ptr": torch.from_numpy(np.tile(positions, len(kv_len))),
-        "token_pos_in_items_len": longest,
-    }
+def chunk_bounds(size: int, lengths: BatchLengths) -> np.ndarray:
+    """Return `BatchLengths.key_bounds` of chunks of `size` keys: items behind an empty prefix."""
+    row = np.arange(lengths.first_row, lengths.rows)
+    position = row + np.repeat(lengths.kv_len - lengths.qo_indptr[1:], lengths.qo_len)
+    bounds = np.zeros((lengths.rows, 2), np.int32)
+    bounds[row, 1] = np.maximum(position, 0) // size * size
+    return bounds
 
 
 # ---- tables in which keys and values have pages of their own

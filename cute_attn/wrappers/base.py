@@ -70,10 +70,7 @@ def makes_plan(request_of: Callable[P, PlanRequest]) -> Callable[P, None]:
 
     @functools.wraps(request_of)
     def plan(self: BatchWrapper, *args: Any, **kwargs: Any) -> None:
-        request = checked(self, *args, **kwargs)
-        with self._lock:
-            self._keep(make_plan(self._place, request, self._plan))
-            self._copies = {}
+        self._make_plan(checked(self, *args, **kwargs))
 
     plan.__dict__["request_of"] = request_of
     plan.__dict__["__signature__"] = inspect.signature(request_of).replace(return_annotation=None)
@@ -138,6 +135,12 @@ class BatchWrapper(EngineHooks, EndsForward):
         return self._place.device
 
     # ---- plan
+
+    def _make_plan(self, request: PlanRequest) -> None:
+        """Make the plan of a checked request, and put it in force."""
+        with self._lock:
+            self._keep(make_plan(self._place, request, self._plan))
+            self._copies = {}
 
     def _keep(self, plan: Plan | None) -> None:
         """Put a plan in force. Nothing else does."""

@@ -67,11 +67,6 @@ class Entry(NamedTuple):
     partials_offset: int  # bytes from the workspace's address to partial results
 
 
-def forget() -> None:
-    """Forget all calls without a plan."""
-    UNPLANNED.clear()
-
-
 def find(
     entries: Entries, given: Given, numbers: Numbers, names: tuple[Any, ...], keys_axis: int | None = None
 ) -> Found:

@@ -146,7 +146,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
     begin_forward = plan
 
-    @declare.operator("paged_decode_run", fakes.attention, is_method=True)
+    @declare.operator("paged_decode_run", fakes.attention)
     def run(
         self,
         q: torch.Tensor,
@@ -173,8 +173,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             for `BatchPrefillWithPagedKVCacheWrapper.run`.
         paged_kv_cache, q_scale, k_scale, v_scale, return_lse, enable_pdl, window_left, sinks, kv_cache_sf : as for
             `BatchPrefillWithPagedKVCacheWrapper.run`.
-        args : `scale_q, scale_k, scale_v` of fp8 attention: floating-point `[num_qo_heads]`, `[num_kv_heads]` and
-            `[num_kv_heads]`.
+        args : `scale_q, scale_k, scale_v` of fp8 attention, as there.
         out, lse : written instead of new tensors, as there: q's shape in the planned output dtype, and contiguous
             float32 `[batch_size * q_len_per_req, num_qo_heads]`.
         q_len_per_req : None, or the planned one; deprecated.
@@ -210,7 +209,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
     run_return_lse = with_return_lse(run)
 
-    @declare.operator("paged_decode_forward", fakes.attention, mutates=(), is_method=True)
+    @declare.operator("paged_decode_forward", fakes.attention)
     @older_form
     def forward(
         self,
@@ -248,8 +247,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
 
     Raises
     ------
-    ArgumentTypeError (not a tensor or bool), ArgumentError (shape, dtype, device or alignment of a buffer), LayoutError
-    (`kv_layout`).
+    The errors of `BatchDecodeWithPagedKVCacheWrapper`.
     """
 
     def __init__(

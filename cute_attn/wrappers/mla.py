@@ -264,7 +264,7 @@ class BatchMLAPagedAttentionWrapper(NotCopied):
 
     # ---- run
 
-    @declare.operator("mla_run", fakes.latent_run, is_method=True)
+    @declare.operator("mla_run", fakes.latent_run)
     def run(
         self,
         q_nope: torch.Tensor | None = None,

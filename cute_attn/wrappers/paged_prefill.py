@@ -207,7 +207,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
 
     begin_forward = plan
 
-    @declare.operator("paged_prefill_run", fakes.attention, is_method=True)
+    @declare.operator("paged_prefill_run", fakes.attention)
     def run(
         self,
         q: torch.Tensor,
@@ -299,7 +299,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
 
     run_return_lse = with_return_lse(run)
 
-    @declare.operator("paged_prefill_forward", fakes.attention, mutates=(), is_method=True)
+    @declare.operator("paged_prefill_forward", fakes.attention)
     @older_form
     def forward(
         self,

@@ -352,8 +352,7 @@ def _room(request: PlanRequest, lengths: Lengths) -> GraphLimits | None:
     if isinstance(lengths, BatchLengths):
         return None
     assert lengths.rows is not None
-    keys = lengths.kv_end * (request.page_size if lengths.kv_indices is not None else 1)
-    return GraphLimits(lengths.batch_size, lengths.rows, keys, request.max_qo_len)
+    return GraphLimits(lengths.batch_size, lengths.rows, lengths.kv_end * request.page_size, request.max_qo_len)
 
 
 def _left_open(place: Place, request: PlanRequest, settings: Settings) -> PlanRequest:

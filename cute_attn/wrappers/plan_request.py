@@ -103,11 +103,21 @@ def prefill_request(
     lengths = multi_item.bound_keys(ITEMS(arguments), lengths, mask)
     if uniform_q_len is not None:
         uniform_q_len = checks.integer("uniform_q_len", uniform_q_len)
-    graphs, options = place.graph is not None, given.options
-    most = batch_plan.uniform_q_len(uniform_q_len, lengths) if graphs else lengths.longest_qo
-    heads, causal, bound = (options.num_qo_heads, options.num_kv_heads), options.causal, 0
-    band = lengths.key_bounds is None and mask.packed is None and not place.key_ranges
+    request = PlanRequest(*given[:3], lengths=lengths, mask=mask)
+    if place.graph is None:
+        return with_newest(place, request, lengths.longest_qo)
+    promised = batch_plan.uniform_q_len(uniform_q_len, lengths)
+    return with_newest(place, request, promised)._replace(max_qo_len=promised)
+
+
+def with_newest(place: Place, request: PlanRequest, most: int | None) -> PlanRequest:
+    """Return the request as one of the newest tokens where kernels of decode run it. `most`: query tokens of any
+    request, where known.
+    """
+    options, bound = request.options, 0
+    heads, causal = (options.num_qo_heads, options.num_kv_heads), options.causal
+    band = request.lengths.key_bounds is None and request.mask.packed is None and not place.key_ranges
     checked = type(heads[0]) is type(heads[1]) is int and type(causal) is bool  # others are refused by name, later
-    if most and place.kv_source == "paged" and band and checked and not any(given.splits):  # splits of their own
+    if most and place.kv_source == "paged" and band and checked and not any(request.splits):  # splits of their own
         bound = select.newest_bound(most, heads, causal, place.backend)
-    return PlanRequest(*given[:3], most if graphs else bound or None, bound > 0, None, lengths, mask)
+    return request._replace(max_qo_len=bound, newest=True) if bound else request

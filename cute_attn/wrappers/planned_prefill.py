@@ -13,13 +13,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from cute_attn.problem import BatchLengths
 from cute_attn.request import caches, checks, unplanned
-from cute_attn.request.batch_plan import PlanOptions
-from cute_attn.request.index_arrays import bounds, int32, last_page_len
-from cute_attn.request.unplanned import Keys, Lengths
+from cute_attn.request.batch_plan import PlanOptions, PlanRequest
+from cute_attn.request.index_arrays import bounds
+from cute_attn.request.unplanned import Keys
 from cute_attn.runtime import capture
 from cute_attn.wrappers import calls
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.wrappers.plan_request import with_newest
 from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 MAX_STREAMS = 16  # with wrappers of their own
@@ -55,27 +57,27 @@ class Session:
         make = BatchPrefillWithPagedKVCacheWrapper if structure.page_size else BatchPrefillWithRaggedKVCacheWrapper
         self.wrapper: Any = make(workspace, backend=structure.backend)
         self.structure = structure
-        self.lengths: Lengths | None = None
-        self.shape: torch.Size | None = None  # of the tables
+        self.content: Any = None  # lengths, and the shape of the tables, that the plan is for
         self.pages = caches.NO_PAGES
         self.positions: torch.Tensor
         self.indices: torch.Tensor  # page numbers, filled again before every run: they may change without a new plan
 
-    def run(self, query: torch.Tensor, keys: Keys, lengths: Lengths, options: dict[str, Any]) -> Any:
+    def run(self, query: torch.Tensor, keys: Keys, lengths: BatchLengths, options: dict[str, Any]) -> Any:
         """Compute a batch, after a plan where its lengths differ from those before."""
         k, v, tables = keys
-        shape = None if tables is None else tables.shape
-        planned = lengths.same(self.lengths) and shape == self.shape
+        arrays = lengths.qo_indptr, lengths.kv_indptr, lengths.kv_len
+        content = None if tables is None else tables.shape, *(x.tobytes() for x in arrays)
+        planned = content == self.content
         if not planned:
-            self.lengths = None
+            self.content = None
         if tables is not None:
             self._fill(keys, lengths, planned)
         if not planned:
             self._plan(lengths)
-            self.lengths, self.shape = lengths, shape
+            self.content = content
         return self.wrapper.run(query, *((k, v) if tables is None else ((k, v),)), **options)
 
-    def _fill(self, keys: Keys, lengths: Lengths, planned: bool) -> None:
+    def _fill(self, keys: Keys, lengths: BatchLengths, planned: bool) -> None:
         """Write the page numbers of a batch to where its plan reads them."""
         tables = keys.tables
         if not planned:
@@ -87,14 +89,15 @@ class Session:
         if calls.looks_at_values(tables.device):
             self.pages.check(self.indices, keys.k.shape[0], caches.TABLE_ENTRY)
 
-    def _plan(self, lengths: Lengths) -> None:
+    def _plan(self, lengths: BatchLengths) -> None:
         _, page_size, chunk, options = self.structure
-        counts, given = self.pages.counts, options._asdict()
-        where: Any = (int32(lengths.kv_indptr),)
         if page_size:
-            last = last_page_len(lengths.kv_len, counts, page_size)
-            where, given["page_size"] = (int32(bounds(counts)), self.indices, int32(last)), page_size
-        self.wrapper.plan(int32(lengths.qo_indptr), *where, **unplanned.chunks(chunk, lengths.kv_len), **given)
+            kv_indptr = bounds(self.pages.counts)
+            lengths = BatchLengths(lengths.qo_indptr, kv_indptr, lengths.kv_len, kv_indices=self.indices)
+        if chunk:
+            lengths = lengths.replace(key_bounds=unplanned.chunk_bounds(chunk, lengths))
+        request = PlanRequest(options, page_size=page_size or 1, lengths=lengths)
+        self.wrapper._make_plan(with_newest(self.wrapper._place, request, lengths.longest_qo))
 
 
 class Place:
@@ -125,7 +128,7 @@ def run(
     structure: Structure,
     query: torch.Tensor,
     keys: Keys,
-    lengths: Lengths,
+    lengths: BatchLengths,
     options: dict[str, Any],
 ) -> Any:
     """Compute a batch on the current stream of query's device. Returns what a wrapper's `run` returns, to which

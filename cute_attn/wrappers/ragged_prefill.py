@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_run, checks, positional, sink_variant
+from cute_attn.request import checks, operands, positional, sink_variant
 from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, Scale, makes_plan, older_form
@@ -135,7 +135,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
 
     begin_forward = plan
 
-    @declare.operator("ragged_prefill_run", fakes.attention, is_method=True)
+    @declare.operator("ragged_prefill_run", fakes.attention)
     def run(
         self,
         q: torch.Tensor,
@@ -165,9 +165,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             the planned dtype; more rows may follow. Strides and alignment as of a paged cache. v of a request's tokens
             must be finite even where hidden from all queries: NaN may reach every row of the request and kv head.
         o_scale : number > 0 that `out` is divided by, the scale of an fp8 output. Default 1.
-        kv_cache_sf : (k_sf, v_sf) for NVFP4 (uint8) k and v, `[..., head_dim / 16]`: e4m3, or its bytes as uint8, one
-            scale per 16 values. Required with `kv_data_type` uint8, refused otherwise. Global scales are `k_scale` and
-            `v_scale`.
+        kv_cache_sf : (k_sf, v_sf) for NVFP4 (uint8) k and v, `[..., head_dim / 16]`, as for that `run`.
 
         Returns
         -------
@@ -186,7 +184,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         elif args:
             head_scales = positional.head_scales(args, "return_lse")
         if o_scale is not None:
-            v_scale = batch_run.divided_by("o_scale", o_scale, v_scale)
+            v_scale = operands.scaled("v_scale", v_scale, 1.0 / checks.positive("o_scale", o_scale))
         arguments = RunArguments._make((  # 0.1 us faster than the constructor
             q, (k, v), q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks, kv_cache_sf,
             head_scales, None,
@@ -197,7 +195,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
 
     run_return_lse = with_return_lse(run)
 
-    @declare.operator("ragged_prefill_forward", fakes.attention, mutates=(), is_method=True)
+    @declare.operator("ragged_prefill_forward", fakes.attention)
     @older_form
     def forward(
         self,

@@ -229,7 +229,7 @@ def trtllm_fmha_v2_prefill(
         accepted = f"None with input_layout={input_layout!r}, which has no pages"
         raise checks.wrong(f"block_tables must be {accepted}", block_tables)
     backend, pos_encoding_mode = select.checked_name(backend), _encoding(pos_encoding_mode, causal)
-    logits_soft_cap = checks.real_or("logits_soft_cap_scale", logits_soft_cap_scale, 0.0)
+    logits_soft_cap = checks.real("logits_soft_cap_scale", logits_soft_cap_scale, 0.0)
     result = _run(locals(), return_lse=checks.boolean("save_softmax_stats", save_softmax_stats))
     if not save_softmax_stats:
         return result

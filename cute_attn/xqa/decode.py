@@ -278,7 +278,7 @@ def xqa(
         factors = ("q_scale", q_scale), ("kv_scale", kv_scale)
         kv_scale = number_or_tensor("kv_scale", kv_scale, q.device)
         bmm1_scale = number_or_tensor("q_scale", q_scale, q.device) * kv_scale * q.shape[-1] ** -0.5
-        bmm2_scale = kv_scale * checks.positive_or("rcp_out_scale", rcp_out_scale, 1.0)
+        bmm2_scale = kv_scale * checks.positive("rcp_out_scale", rcp_out_scale, 1.0)
         scales = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
         form = Form(checks.tensor("semaphores", semaphores), factors=factors)
         call = DecodeCall(

@@ -92,7 +92,7 @@ def test_calls_on_a_gpu(call: Call) -> None:
         counts = collections.Counter(map(type, gc.get_objects()))
         assert 0 < counts[SingleRun] <= MAX_PREPARED
         assert 0 < counts[Launch] <= loading.MAX_KERNELS
-        for forget in (calls.forget, prepared_kernel.cache_clear):
+        for forget in (calls.UNPLANNED.clear, prepared_kernel.cache_clear):
             forget()
         gc.collect()
         assert SingleRun not in set(map(type, gc.get_objects()))

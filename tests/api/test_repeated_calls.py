@@ -36,10 +36,10 @@ HALF = torch.float16
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     """Empty memos before and after each test."""
-    for forget in (calls.forget, request_settings.call_settings.kept.cache_clear):
+    for forget in (calls.UNPLANNED.clear, request_settings.call_settings.kept.cache_clear):
         forget()
     yield
-    for forget in (calls.forget, request_settings.call_settings.kept.cache_clear):
+    for forget in (calls.UNPLANNED.clear, request_settings.call_settings.kept.cache_clear):
         forget()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import cute_attn
-from cute_attn.request.append import Append, OwnRows, own_rows
+from cute_attn.request.append import Append, OwnRows
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
@@ -79,10 +79,10 @@ def quantised(rows: torch.Tensor, stored: str, scale: Any, run: Run) -> Codes:
     if stored == "nvfp4":
         data = torch.full((n, heads, dim // 2), 99, dtype=torch.uint8, device=rows.device)
         scales = torch.full((n, heads, dim // 16), 99, dtype=torch.uint8, device=rows.device)
-        run(Append((rows,), (own_rows(data),), OwnRows(), stored, (own_rows(scales),), (scale,)))
+        run(Append((rows,), (data[:, None],), OwnRows(), stored, (scales[:, None],), (scale,)))
         return data, scales
     output = torch.empty(rows.shape, dtype=getattr(torch, stored), device=rows.device)
-    run(Append((rows,), (own_rows(output),), OwnRows(), stored, (), (scale,)))
+    run(Append((rows,), (output[:, None],), OwnRows(), stored, (), (scale,)))
     return (output.view(torch.uint8),)
 
 

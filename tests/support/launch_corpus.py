@@ -158,9 +158,9 @@ def pretended(driver: NullDriver) -> Iterator[None]:
         mock.patch.object(dispatch_append, "run", lambda rows: append_launch.run(rows, gpu)),
         mock.patch.object(planned_prefill, "_places", OrderedDict()),
     ):
-        calls.forget()
+        calls.UNPLANNED.clear()
         yield
-        calls.forget()
+        calls.UNPLANNED.clear()
 
 
 @pytest.fixture
