@@ -185,13 +185,6 @@ def ld_page_id_if(wanted: Boolean, address: Int64) -> Int32:
     return maximum(load_word_if(wanted, address), Int32(0))
 
 
-def ld_global_v4_f32_if(address: Int64, wanted: Boolean) -> list[Float32]:
-    """Loads if `wanted`; otherwise returns zeros and reads nothing."""
-    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
-    text = f"{{.reg .pred p; setp.ne.b32 p, $5, 0; {zeros} @p ld.global.v4.f32 {{$0, $1, $2, $3}}, [$4];}}"
-    return asm(text, [Float32] * 4, [address, flag(wanted)])
-
-
 def st_global_v8(address: Int64, offset: int, values: Sequence[Any], aligned: Boolean) -> None:
     """Stores 32 bytes, at once where `aligned` to as many says so, else in two parts (sm_100 and later)."""
     registers = [f"${i + 2}" for i in range(8)]
@@ -317,19 +310,12 @@ def reduce_lanes(op: Callable[[Any, Any], Any], x: Any, lane_masks: Sequence[int
     return x
 
 
-def warp_minimum(x: Int32) -> Int32:
-    """Returns the least of all lanes' numbers."""
-    return asm("redux.sync.min.s32 $0, $1, 0xffffffff;", [Int32], [x])
+def _over_warp(op: str) -> Callable[[Int32], Int32]:
+    """Returns a reduction of all lanes' numbers."""
+    return lambda x: asm(f"redux.sync.{op}.s32 $0, $1, 0xffffffff;", [Int32], [x])
 
 
-def warp_maximum(x: Int32) -> Int32:
-    """Returns the largest of all lanes' numbers."""
-    return asm("redux.sync.max.s32 $0, $1, 0xffffffff;", [Int32], [x])
-
-
-def warp_sum(x: Int32) -> Int32:
-    """Returns the sum of all lanes' numbers."""
-    return asm("redux.sync.add.s32 $0, $1, 0xffffffff;", [Int32], [x])
+warp_minimum, warp_maximum, warp_sum = (_over_warp(op) for op in ("min", "max", "add"))
 
 
 def pack_16(dtype: str, lo: Float32, hi: Float32) -> Int32:
