@@ -176,10 +176,10 @@ class Producer:
         kv_head = work.kv_head(p)
         k, v = self.cta.operands(maps, self.memory, cols)
         if self.source_type is DenseTmaKV:
-            return DenseTmaKV(cols, work.kv_start, kv_head, thread, k, v, self.cta)
+            return DenseTmaKV(cols, kv_head, thread, k, v, self.cta, work.kv_start)
         pages = PageTable(p.kv_indices + Int64(work.kv_start) * Int64(4), p.page_size, work.kv_end)
         if self.source_type is PagedTmaKV:
-            return PagedTmaKV(cols, kv_head, thread, pages, p.box_rows, k, v, self.cta)
+            return PagedTmaKV(cols, kv_head, thread, k, v, self.cta, pages, p.box_rows)
         assert issubclass(self.source_type, GatheredKV | GatheredFp8KV)
         k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
         k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))
