@@ -185,6 +185,13 @@ def ld_page_id_if(wanted: Boolean, address: Int64) -> Int32:
     return maximum(load_word_if(wanted, address), Int32(0))
 
 
+def ld_global_v4_f32_if(address: Int64, wanted: Boolean) -> list[Float32]:
+    """Loads if `wanted`; otherwise returns zeros and reads nothing."""
+    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
+    text = f"{{.reg .pred p; setp.ne.b32 p, $5, 0; {zeros} @p ld.global.v4.f32 {{$0, $1, $2, $3}}, [$4];}}"
+    return asm(text, [Float32] * 4, [address, flag(wanted)])
+
+
 def st_global_v8(address: Int64, offset: int, values: Sequence[Any], aligned: Boolean) -> None:
     """Stores 32 bytes, at once where `aligned` to as many says so, else in two parts (sm_100 and later)."""
     registers = [f"${i + 2}" for i in range(8)]

@@ -208,9 +208,7 @@ class CombineProgram(GridProgram):
         for first in cutlass.range(0, row.num_splits, IN_FLIGHT * step, unroll=1):
             held = self.weights_from(weights, first)
             splits = [first + part + i * step for i in range(IN_FLIGHT)]
-            loaded = [
-                ptx.load_if(i < row.num_splits, source + Int64(i) * of_split, words=4, kind=Float32) for i in splits
-            ]
+            loaded = [ptx.ld_global_v4_f32_if(source + Int64(i) * of_split, i < row.num_splits) for i in splits]
             sums = with_parts(sums, [ptx.shuffle_from(held, i % 32) for i in splits], loaded)
         return sums
 

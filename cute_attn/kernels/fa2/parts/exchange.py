@@ -185,7 +185,7 @@ class SlicedRows(FragmentStore):
                 self.store_lse(row, lse)
             values = [[x * factor for x in out[i : i + 2]] for i, _ in self.layout.pairs(slot)]
             if cutlass.const_expr(self.target.dtype == "float32"):
-                self.store_pairs(row, values)
+                self.store_slice(row, values)
             else:
                 self.stage(row, values)
         if cutlass.const_expr(self.target.dtype != "float32"):
@@ -196,13 +196,17 @@ class SlicedRows(FragmentStore):
     def warp(self) -> Int32:
         return self.lanes.warp_row * self.memory.tile.warps_cols + self.lanes.warp_col
 
-    @property
-    def first_col(self) -> Int32:
-        return self.warp * (self.memory.slice_bytes // 2) + super().first_col
-
     def row(self, slot: int) -> Int32:
         """Row of a slot of the output, of which every warp has all rows."""
         return MmaFragmentLayout.lane_row(self.lanes.lane) + MmaFragmentLayout.row(slot)
+
+    @cute.jit
+    def store_slice(self, row: Int32, pairs: list[list[Float32]]) -> None:
+        """Stores fp32 pairs of a row: those of a quad are 32 contiguous bytes."""
+        if self.rows.exists(row):
+            address = self.target.row(self.rows, row) + Int64(self.warp * (2 * self.memory.slice_bytes))
+            for i in cutlass.range_constexpr(len(pairs)):
+                ptx.st_global_v2_f32(address + Int64(self.lanes.quad_lane * 8), i * 32, pairs[i])
 
     def stage(self, row: Int32, pairs: list[list[Float32]]) -> None:
         """Writes 16-bit pairs of a row to the drained Q tile, at the row's own place."""
