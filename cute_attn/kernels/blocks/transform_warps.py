@@ -71,7 +71,8 @@ class TransformWarps:
         """Transforms the kv tiles of all query tiles, in the order of loading. `thread`: index among the transform
         warps.
         """
-        place = WarpLane(cute.arch.make_warp_uniform(thread >> 5), thread & 31)
+        lane = thread & 31
+        place = WarpLane(cute.arch.make_warp_uniform(thread >> 5), lane)
         q, at = start(), self.initial_state()
         head_block = rings.next_head_block(q)
         while head_block >= 0:

@@ -106,14 +106,14 @@ class MmaWarpgroups:
     def mma_work(
         self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, softmax_scale: Any, q: Any
     ) -> MmaWork:
-        order, first_row = self.program.order(p, work), lanes.warpgroup * WARPGROUP_ROWS
+        rows, band, order = work.rows(p), work.band(p), self.program.order(p, work)
         return MmaWork(
             lanes=lanes,
             softmax=self.program.softmax(p, work, lanes, softmax_scale),
             scores=self.program.scores(p, work, lanes, softmax_scale),
             mask=self.program.mask(p, work, lanes),
             order=order,
-            skipped=order.skipped(work.band(p), work.rows(p), first_row, WARPGROUP_ROWS, self.spec.tile.cols),
+            skipped=order.skipped(band, rows, lanes.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS, self.spec.tile.cols),
             kv_end=work.kv_end,
             q=q,
         )
