@@ -104,11 +104,9 @@ class BlockScaledKV(KvSource):
             page = page_ids[i] if cutlass.const_expr(len(page_ids) > 0) else Int32(0)
             address = self.tokens.address(scales, token, page)
             size = ptx.select(token < self.tokens.kv_end, Int32(WORD), Int32(0))
-            if cutlass.const_expr(self.rounds[i] + LANES <= self.cols):
+            exists = True if self.rounds[i] + LANES <= self.cols else row < self.cols
+            if exists:
                 self.copy_row(scales, target + scales.offset + row * pitch, address, size)
-            else:
-                if row < self.cols:
-                    self.copy_row(scales, target + scales.offset + row * pitch, address, size)
 
     def copy_row(self, scales: ScaleRows, target: Int32, address: Int64, size: Int32) -> None:
         for word in range(scales.words):

@@ -30,6 +30,7 @@ from cute_attn.kernels.blocks.tile_scheduler import (
     DynamicTileScheduler,
     QueryTile,
     WarpgroupTileScheduler,
+    tile_at,
 )
 from cute_attn.kernels.formats import KV_BITS, LINE
 
@@ -92,7 +93,7 @@ class Producer:
 
     def __init__(self, program: Any) -> None:
         spec, memory, cta = program.spec, program.memory, program.cta
-        self.program, self.spec, self.memory, self.cta, self.tiles = program, spec, memory, cta, program.tiles()
+        self.program, self.spec, self.memory, self.cta = program, spec, memory, cta
         self.source_type = source_type(spec, program.gathered_kv)
         loaded = (memory.loaded_ring("k"), memory.loaded_ring("v"))
         fills = {"q": 1, **dict.fromkeys(loaded, self.source_type.arrivals), **dict.fromkeys(cta.producer_rings, 1)}
@@ -108,7 +109,8 @@ class Producer:
             else self.cta.scheduler(p.counters, thread, rings)
         )
         q, k, v = start(), start(), start()
-        work = self.tiles.at(p, scheduler.first())
+        query_tile = self.program.query_tile
+        work = tile_at(p, scheduler.first(), query_tile)
         while work.head_block >= 0:
             order, source = self.program.order(p, work), self.source(p, maps, work)
             first = ptx.maximum(order.at(Int32(0)), Int32(0))  # -1 where there is no tile at all
@@ -131,7 +133,8 @@ class Producer:
                 self.load(rings.staged_v, v, source, source.v, order.at(order.total - 1), page_ids)
                 source.commit([rings.staged_v.full(v)])
                 v, k = rings.staged_v.next(v), rings.staged_k.next(k)
-            work, q = self.tiles.at(p, scheduler.broadcast_next(fetched, rings.record(q), q)), rings.q.next(q)
+            work = tile_at(p, scheduler.broadcast_next(fetched, rings.record(q), q), query_tile)
+            q = rings.q.next(q)
         scheduler.finish()
         ptx.grid_dependency_launch()
         rings.q.wait_empty(q)

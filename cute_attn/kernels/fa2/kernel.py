@@ -209,7 +209,7 @@ class Fa2Program(AttentionProgram):
             kv=self.make_kv(p, work_tile, team),
             source=self.make_source(base),
             mask=mask,
-            scores=self.scores(p, work_tile, lanes, scale),
+            scores=self.scores(p, work_tile, lanes, [scale for _ in self.tile.scores_layout.slots]),
             products=self.make_products(Float32(ptx.LOG2E) if self.spec.scores else scale, lanes, base),
             rotation=self.make_rotation(p, base),
             order=self.order(p, mask, work_tile),

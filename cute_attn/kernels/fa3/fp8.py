@@ -336,18 +336,18 @@ class Fp8Program(Fa3Program):
     def warpgroup_tile(self, spec: Fa3Spec, memory: Fp8Memory) -> Fp8Tile:
         return Fp8Tile(spec.dtype, memory)
 
-    def softmax(self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, scale: Any) -> Fp8Softmax:
+    def softmax(self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, scales: list[Float32]) -> Fp8Softmax:
         scales = [Float32(ptx.LOG2E)] * 2 if self.spec.scores else self.row_scales(p, work, lanes)
         return Fp8Softmax(self.tile.scores_layout, scales)
 
-    def scale_step(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes, scale: Any) -> RowScales:
+    def scale_step(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes, scales: list[Float32]) -> RowScales:
         if isinstance(lanes, RematerializedLanes):
             return RowScales(self.tile.scores_layout, lambda: self.row_scales(p, work, lanes))
         scales = self.row_scales(p, work, lanes)
         return RowScales(self.tile.scores_layout, lambda: scales)
 
-    def scores(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes, scale: Any) -> Scores:
-        return super().scores(p, work, RematerializedLanes() if self.spec.mask == "packed" else lanes, scale)
+    def scores(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes, scales: list[Float32]) -> Scores:
+        return super().scores(p, work, RematerializedLanes() if self.spec.mask == "packed" else lanes, scales)
 
     def mask(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes) -> BandMask:
         return super().mask(p, work, RematerializedLanes() if self.spec.mask == "packed" else lanes)
@@ -363,7 +363,7 @@ class Fp8Program(Fa3Program):
     @cute.jit
     def prepare_q(
         self, p: AnyParams, work: cutlass.Constexpr, lanes: WarpgroupLanes, q_rows: Int32, scale: Float32
-    ) -> Float32:
+    ) -> list[Float32]:
         """Flips the sign of q rows whose scale is negative, since softmax needs positive scales. wgmma reads the 16
         rows of a warp for that warp alone, so a warp barrier suffices.
         """
@@ -379,4 +379,4 @@ class Fp8Program(Fa3Program):
                         ptx.st_shared_v4(half, offset, [word ^ Int32(SIGNS) for word in words])
             tma.fence_async()
             ptx.sync_warp()
-        return scale
+        return []  # softmax and scores load the scales of their rows

@@ -53,11 +53,9 @@ class Rotation(RotaryTable):
         """Rotates the chunks of `row` that this lane has, from the tile at `source` to that at `target`."""
         for first in cutlass.range_constexpr(0, self.pairs, self.lanes):
             chunk = first + lane % self.lanes
-            if cutlass.const_expr(first + self.lanes <= self.pairs):
+            exists = True if first + self.lanes <= self.pairs else chunk < self.pairs
+            if exists:
                 self.rotate_chunks(row, chunk, source, target, tile_rows, position)
-            else:
-                if chunk < self.pairs:
-                    self.rotate_chunks(row, chunk, source, target, tile_rows, position)
 
     def rotate_chunks(
         self, row: Int32, chunk: Int32, source: Int32, target: Int32, tile_rows: int, position: Int32
@@ -120,7 +118,7 @@ class RopeProgram(Fa3Program):
     @cute.jit
     def prepare_q(
         self, p: AnyParams, work: cutlass.Constexpr, lanes: WarpgroupLanes, q_rows: Int32, scale: Float32
-    ) -> Float32:
+    ) -> list[Float32]:
         """Rotates this warp's 16 rows of q in place. wgmma reads them for that warp alone: a warp barrier suffices."""
         rotation, rows, shift = self.rotation, work.rows(p), work.kv_len - work.qo_len
         per_pass = 32 // rotation.lanes
@@ -130,4 +128,4 @@ class RopeProgram(Fa3Program):
             rotation.rotate(lanes.lane, row, q_rows, q_rows, self.spec.tile.rows, position)
         tma.fence_async()
         ptx.sync_warp()
-        return scale
+        return [scale for _ in self.tile.scores_layout.slots]

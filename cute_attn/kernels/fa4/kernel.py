@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import GridConstant, Int32
+from cutlass import Float32, GridConstant, Int32
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
@@ -135,8 +135,8 @@ class Fa4Program(PersistentProgram):
         if cute.arch.make_warp_uniform(thread >> 5) == MMA_WARP:
             sm100.deallocate(ptx.ld_shared_b32(rings.scratch["tmem"]), sm100.TMEM_COLUMNS, self.spec.tile.ctas)
 
-    def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
-        softmax = super().softmax(p, work, lanes, scale)
+    def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scales: list[Float32]) -> OnlineSoftmax:
+        softmax = super().softmax(p, work, lanes, scales)
         return replace(softmax, exp2=PairExp2(self.spec.tile.polynomial))
 
     def alibi_step(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> RowAlibi:
