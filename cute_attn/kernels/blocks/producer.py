@@ -84,6 +84,14 @@ class OneCta:
     def scheduler(self, counters: Int64, thread: Int32, rings: Any) -> DynamicTileScheduler:
         return DynamicTileScheduler(counters, thread)
 
+    def clear(self, shared: Int32, offset: int) -> None:
+        """Zeroes 16 bytes of shared memory in all CTAs that share work items."""
+        ptx.st_shared_v4(shared, offset, [Int32(0) for _ in range(4)])
+
+    def fence_async(self) -> None:
+        """Orders this thread's accesses of their shared memory before later ones by TMA and products."""
+        tma.fence_async()
+
 
 ONE_CTA = OneCta()
 

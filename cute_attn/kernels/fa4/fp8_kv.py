@@ -6,6 +6,7 @@ transform warps        K0' K1' V0' K2' V1' ...
 MMA warp                   S0 S1 | O0 += P0 V0', S0' | ...
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
 import cutlass.cute as cute
@@ -35,8 +36,7 @@ class NormalizingSoftmax(SoftmaxWarps):
 
     def role(self, i: int) -> WarpRole:
         role = super().role(i)
-        fills = {"normalized": WARPS} if self.spec.normalizes_q else {}
-        return WarpRole(role.name, role.warps, {**role.fills, **fills}, role.reads, role.reads_records)
+        return replace(role, fills={**role.fills, "normalized": WARPS}) if self.spec.normalizes_q else role
 
     def prepare_q(self, rings: SmemRings, q: PipelineState, lanes: RowLanes, scale: Float32) -> Float32:
         if self.spec.normalizes_q:

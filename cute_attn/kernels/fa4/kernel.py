@@ -41,7 +41,7 @@ from cute_attn.kernels.fa4.parts.umma import BlackwellRings, RowLanes, TmemMap, 
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.softmax_warps import SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec
-from cute_attn.kernels.fa4.tail_warp import PairTailWarp, TailWarp
+from cute_attn.kernels.fa4.tail_warp import TailWarp
 
 TAIL_WARP, MMA_WARP = 2, 3
 
@@ -61,7 +61,7 @@ class Fa4Program(PersistentProgram):
         tile = self.umma_tile(spec, memory)
         super().__init__(spec, memory, tile, CtaPair() if pairs else ONE_CTA)
         self.rings_type = PairRings if pairs else BlackwellRings
-        self.tail = (PairTailWarp if pairs else TailWarp)(self, spec, memory)
+        self.tail = TailWarp(self, spec, memory)
         self.mma = (TwoTileMmaWarp if spec.tile.query_tiles == 2 else OneTileMmaWarp)(self, spec, tile)
         self.softmax_warps = self.softmax_warps_type(self, spec, tile)
         self.epilogue = EpilogueWarps(self, spec, tile)
