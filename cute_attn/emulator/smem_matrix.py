@@ -35,9 +35,7 @@ def hopper(descriptor: int, mn_major: bool) -> Operand:
     """Decode a wgmma matrix descriptor."""
     if descriptor >> 49 & 7:
         raise PtxError(f"matrix descriptor {descriptor:#x}: a base offset is not supported")
-    swizzle = {0: 0, 1: 3, 2: 2, 3: 1}[descriptor >> 62]
-    start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
-    return Operand(start, leading, stride, swizzle, mn_major)
+    return _operand(descriptor, {0: 0, 1: 3, 2: 2, 3: 1}[descriptor >> 62], mn_major)
 
 
 def blackwell(descriptor: int, mn_major: bool) -> Operand:
@@ -53,8 +51,12 @@ def blackwell(descriptor: int, mn_major: bool) -> Operand:
     for reason, refused in refusals.items():
         if refused:
             raise PtxError(f"matrix descriptor {descriptor:#x}: {reason}")
+    return _operand(descriptor, modes[code], mn_major)
+
+
+def _operand(descriptor: int, swizzle: int, mn_major: bool) -> Operand:
     start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
-    return Operand(start, leading, stride, modes[code], mn_major)
+    return Operand(start, leading, stride, swizzle, mn_major)
 
 
 @functools.lru_cache(8192)

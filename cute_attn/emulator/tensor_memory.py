@@ -7,6 +7,7 @@ thread at its commit, loads and stores of one warp at its wait.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -109,7 +110,8 @@ class TensorMemory:
         op = stream.op()
         if self.shadow.row == TMEM:  # it is not asynchronous: what others have published needs no fence::after
             op.clock[TMEM] = op.clock[FENCED:].max(axis=0)
-        self.refuse("tcgen05.dealloc", held, self.shadow.op_write(cells(np.arange(LANES), held), op))
+        place = places(np.arange(LANES), held)
+        self.refuse("tcgen05.dealloc", place, self.shadow.op_write(place.cells, op))
         stream.wait()
 
     # --- access -------------------------------------------------------------------------------------------------------
@@ -137,42 +139,51 @@ class TensorMemory:
         if some(owners != owners.flat[0]):
             raise MemoryFault(f"{what} at columns {low}..{high} of tensor memory, of more than one allocation")
 
-    def check_valid(self, lanes: Array, columns: Array, what: str) -> None:
-        seen = self.valid[lanes, columns]
+    def load(self, place: Places, by: Op | int, what: str) -> Array:
+        """Load words, for an operation, or for a warp whose read is over at once: [lanes, columns]."""
+        self.check(place.columns, what)
+        seen = self.valid[place.lanes, place.columns]
         if some(seen) < seen.size:
-            at = np.argwhere(~seen)[0]
-            lane, column = (int(np.broadcast_to(x, seen.shape)[tuple(at)]) for x in (lanes, columns))
-            raise Uninitialised(f"{what} reads uninitialised tensor memory, lane {lane} column {column}")
-
-    def load(self, lanes: Array, columns: Array, op: Op, what: str) -> Array:
-        """Load words at lanes[:, None] x columns[None, :]."""
-        grid = lanes[:, None], columns[None, :]
-        self.check(columns, what)
-        self.check_valid(*grid, what)
+            lane, column = np.argwhere(~seen)[0]
+            at = f"lane {place.lanes[lane, 0]} column {place.columns[column]}"
+            raise Uninitialised(f"{what} reads uninitialised tensor memory, {at}")
         if self.shadow is not None:
-            self.refuse(what, columns, self.shadow.op_read(cells(lanes, columns), op))
-        words: Array = self.words[grid]
+            # A warp's has a row for each cell: those of one load lie in several blocks, and no row may cross a block.
+            self.refuse(
+                what,
+                place,
+                self.shadow.op_read(place.cells, by)
+                if isinstance(by, Op)
+                else self.shadow.read(place.cells[:, None], np.full(len(place.cells), by)),
+            )
+        words: Array = self.words[place.lanes, place.columns]
         return words
 
-    def store(self, lanes: Array, columns: Array, values: Array, op: Op, what: str) -> None:
-        grid = lanes[:, None], columns[None, :]
-        self.check(columns, what)
+    def store(self, place: Places, values: Array, op: Op, what: str) -> None:
+        self.check(place.columns, what)
         if self.shadow is not None:
-            self.refuse(what, columns, self.shadow.op_write(cells(lanes, columns), op))
-        self.words[grid] = values
-        self.valid[grid] = True
+            self.refuse(what, place, self.shadow.op_write(place.cells, op))
+        self.words[place.lanes, place.columns] = values
+        self.valid[place.lanes, place.columns] = True
 
-    def refuse(self, what: str, columns: Array, conflict: Conflict | None) -> None:
+    def refuse(self, what: str, place: Places, conflict: Conflict | None) -> None:
         """Raise the race of an access, if it has one."""
         if conflict is not None:
-            span, name = f"{int(columns.min())}..{int(columns.max())}", self.clocks.name(conflict.agent)
+            span, name = f"{place.columns.min()}..{place.columns.max()}", self.clocks.name(conflict.agent)
             raise Race(f"{what} at columns {span} of tensor memory races with a {conflict.kind} by {name}")
 
 
-def cells(lanes: Array, columns: Array) -> Array:
-    """Cells of the shadow state that lanes x columns cover."""
-    found: Array = (np.unique(lanes // CELL_LANES)[:, None] * COLUMNS + columns[None, :]).ravel()
-    return found
+class Places(NamedTuple):
+    """Lanes [lanes, 1] by columns of tensor memory, and the cells of the shadow state that they cover."""
+
+    lanes: Array
+    columns: Array
+    cells: Array
+
+
+def places(lanes: Array, columns: Array) -> Places:
+    cells = (np.unique(lanes // CELL_LANES)[:, None] * COLUMNS + columns).ravel()
+    return Places(lanes[:, None], columns, cells)
 
 
 def split_address(address: int) -> tuple[int, int]:

@@ -61,20 +61,17 @@ class Recorder:
         self.blocks: dict[int, tuple[str, frozenset[str]]] = {}  # kind and roles by block
         self.waits: dict[int, str] = {}
 
-    def before(self, batch: WarpBatch) -> None:
-        """Record the pause, if any, of a batch that is about to run. A loop around a failing test is one pause."""
-        if batch.spin_since is not None:
-            return
+    def before(self, batch: WarpBatch) -> float:
+        """Record the pause, if any, of a batch that is about to run; a loop around a failing test is one pause. Return
+        where its next event starts: where its last one ended, or now if it has just split off.
+        """
         now = _time(batch)
         start = self.ends.get(id(batch), now)
-        if now > start:
+        if batch.spin_since is None and now > start:
             what = self.waits.get(id(batch), "another CTA")
             self.events.append(Event(batch.cta.index, tuple(map(int, batch.warps)), start, now, "wait", what, 0))
-            self.ends[id(batch)] = now
-
-    def start(self, batch: WarpBatch) -> float:
-        """Return where the next event of a batch starts: where its last one ended, or now if it has just split off."""
-        return self.ends.get(id(batch), _time(batch))
+            start = self.ends[id(batch)] = now
+        return start
 
     def after(self, batch: WarpBatch, block: Block, start: float) -> None:
         """Record that a batch ran `block` from `start` on."""

@@ -201,10 +201,8 @@ class WarpBatch:
         if mask is not None and block.solo and self._part(mask):
             return
         recorder = self.cta.grid.recorder
-        if recorder is not None:
-            recorder.before(self)
+        start = 0.0 if recorder is None else recorder.before(self)
         function = self.cta.grid.program.function(block, mask is not None)
-        start = 0.0 if recorder is None else recorder.start(self)
         try:
             following = function(self, self.R, mask)
         except Split as split:

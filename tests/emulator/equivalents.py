@@ -26,8 +26,7 @@ def waited_again(ptx: str, mutant: Mutant) -> bool:
 def keeps_always(ptx: str, mutant: Mutant) -> bool:
     """Whether the flag of a product that may begin a sum is the constant 1."""
     at = mutant.place(ptx)
-    flags = re.findall(r"setp\.ne\.s32 keep, (%\w+), 0;", ptx[: at.start()])
-    return at.group().endswith("keep;") and re.search(rf"mov\.b32\s+{flags[-1]}, 1;", ptx) is not None
+    return at.group().endswith("keep;") and re.findall(r"setp\.ne\.s32 keep, (\S+), 0;", ptx[: at.start()])[-1] == "1"
 
 
 def drains(ptx: str, mutant: Mutant) -> bool:

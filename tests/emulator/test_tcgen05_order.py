@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +10,7 @@ import pytest
 from cute_attn.emulator.clocks import Clocks, Conflict
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import BarrierFault, EmulatorError, Race, RegisterFault
-from cute_attn.emulator.isa.tmem import _note_read
-from cute_attn.emulator.tensor_memory import TensorMemory, cells
+from cute_attn.emulator.tensor_memory import TensorMemory, places
 from tests.emulator.tcgen05_kernel import AFTER, BEFORE, Kernel
 from tests.emulator.test_checks import reported
 from tests.emulator.test_tcgen05_mma import Case, Setup
@@ -97,12 +95,10 @@ def test_a_load_is_seen_in_all_of_its_blocks(columns: range, lanes: range, writt
     """Without strictness, a write races with an unordered load that it overlaps in a later block only."""
     memory = TensorMemory(Clocks(8, dependent=False))
     assert memory.shadow is not None
-    warps = SimpleNamespace(cta=SimpleNamespace(grid=SimpleNamespace(strict=False)))
-    touched = cells(np.arange(32), np.array(columns))
-    _note_read(warps, memory, 1, np.array(columns), touched, "tcgen05.ld")  # type: ignore[arg-type]
-    op = memory.begin(5, "tcgen05.st")
-    assert op is not None
-    assert memory.shadow.op_write(cells(np.array(lanes), np.array(written)), op) == Conflict("read", 1)
+    memory.owner[:] = memory.valid[:] = 1
+    memory.load(places(np.arange(32), np.array(columns)), 1, "tcgen05.ld")
+    touched = places(np.array(lanes), np.array(written)).cells
+    assert memory.shadow.op_write(touched, memory.begin(5, "tcgen05.st")) == Conflict("read", 1)
 
 
 # --- hand-over between warps ------------------------------------------------------------------------------------------

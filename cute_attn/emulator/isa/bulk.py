@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,10 +46,21 @@ def bulk_load(
     for lane, at, start, nbytes, bar, named in w.each(mask, target, source, size, barrier, ctas):
         _sixteen(at, start, nbytes)
         began = w.begin_op(int(w.row[lane]), "bulk load")
-        for rank in ranks_of(named) if multicast else [at >> RANK_SHIFT]:
-            own = (bar & OFFSET_MASK) | rank << RANK_SHIFT if multicast else bar
-            place = rank << RANK_SHIFT | at & OFFSET_MASK
+        for place, own in destinations(at, bar, named, multicast):
             post_load(w.cta, place, tensormap.run(start, nbytes), own, began, "bulk load")
+
+
+def destinations(at: int, barrier: int, ctas: int, multicast: bool, pair: bool = False) -> list[tuple[int, int]]:
+    """Shared addresses that a copy goes to, and of the barriers that count its bytes: in each CTA that `ctas` names, if
+    it is multicast. With `pair` the barrier is in the CTA of the same pair that has the given one's parity.
+    """
+    if not multicast:
+        return [(at, barrier)]
+    leader, own, counts = barrier >> RANK_SHIFT & 1, at & OFFSET_MASK, barrier & OFFSET_MASK
+    return [
+        (rank << RANK_SHIFT | own, (rank & ~1 | leader if pair else rank) << RANK_SHIFT | counts)
+        for rank in ranks_of(ctas)
+    ]
 
 
 def ranks_of(ctas: int) -> list[int]:
@@ -62,28 +74,32 @@ def _sixteen(*numbers: int) -> None:
 
 
 def post_load(cta: Cta, target: int, pieces: Chunks, barrier: int, op: Op, what: str) -> None:
-    """Post the copy of pieces to a shared address of the cluster, which counts its bytes at a barrier."""
-    waiting = mbarrier.target(cta, barrier, op, f"a {what}")
+    """Post the copy of pieces of global memory to a shared address of the cluster."""
 
-    def arrive() -> None:
+    def read() -> Array:
         rows = np.zeros((len(pieces.shared), pieces.nbytes), np.uint8)
         if pieces.nan_fill:
             rows.view(np.uint16)[:] = 0x7FF7  # whatever the type
         if pieces.inside.any():
             addresses = pieces.addresses[pieces.inside]
             rows[pieces.inside] = access.read_global(cta, addresses, pieces.nbytes, op, what)
-        _deliver(cta, target, pieces, access.words_of(rows), op, waiting, what)
+        return access.words_of(rows)
+
+    _post(cta, read, target, pieces, barrier, op, what)
+
+
+def _post(cta: Cta, read: Callable[[], Array], target: int, pieces: Chunks, barrier: int, op: Op, what: str) -> None:
+    """Post the copy of the words of pieces, whose bytes a barrier counts, to a shared address of the cluster."""
+    waiting = mbarrier.target(cta, barrier, op, f"a {what}")
+
+    def arrive() -> None:
+        words = read()
+        memory, offsets = cta.cluster.ctas[target >> RANK_SHIFT].smem, pieces.offsets(target & OFFSET_MASK)
+        memory.check(offsets, pieces.nbytes, what)
+        memory.store(offsets, words, op, what)
+        waiting.complete(pieces.nbytes * len(words), op, LATENCY)
 
     cta.post(arrive)
-
-
-def _deliver(
-    cta: Cta, target: int, pieces: Chunks, words: Array, op: Op, waiting: mbarrier.Mbarrier, what: str
-) -> None:
-    memory, offsets = cta.cluster.ctas[target >> RANK_SHIFT].smem, pieces.offsets(target & OFFSET_MASK)
-    memory.check(offsets, pieces.nbytes, what)
-    memory.store(offsets, words, op, what)
-    waiting.complete(pieces.nbytes * len(words), op, LATENCY)
 
 
 @called(
@@ -96,13 +112,9 @@ def bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array,
     for lane, at, start, nbytes, bar in w.each(mask, target, source, size, barrier):
         _sixteen(at, start, nbytes)
         op = w.begin_op(int(w.row[lane]), "bulk copy between CTAs")
-        waiting = mbarrier.target(w.cta, bar, op, "a bulk copy")
-        w.cta.post(functools.partial(_copy_between, w.cta, at, tensormap.run(start & OFFSET_MASK, nbytes), op, waiting))
-
-
-def _copy_between(cta: Cta, target: int, pieces: Chunks, op: Op, waiting: mbarrier.Mbarrier) -> None:
-    words = cta.smem.load(pieces.addresses, pieces.nbytes, op, "bulk copy")
-    _deliver(cta, target, pieces, words, op, waiting, "bulk copy")
+        pieces = tensormap.run(start & OFFSET_MASK, nbytes)
+        read = functools.partial(w.cta.smem.load, pieces.addresses, pieces.nbytes, op, "bulk copy")
+        _post(w.cta, read, at, pieces, bar, op, "bulk copy")
 
 
 @called(

@@ -20,8 +20,7 @@ from cute_attn.emulator.warp_batch import WarpBatch
 if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cta
 
-MAX_COUNT = (1 << 20) - 1
-MAX_TX = (1 << 20) - 1
+MAX_COUNT = (1 << 20) - 1  # of arrivals, and of bytes
 _SPACE = "{|.shared|.shared::cta|.shared::cluster}"
 _ANYWHERE = ("", ".shared::cluster")  # spaces with addresses of other CTAs of the cluster
 _SEM = "{|.release|.relaxed}{|.cta|.cluster}"
@@ -108,7 +107,7 @@ class Mbarrier:
 
     def add_tx(self, count: int) -> None:
         self.tx += count
-        if abs(self.tx) > MAX_TX:
+        if abs(self.tx) > MAX_COUNT:
             raise BarrierFault(f"{self.name}: transaction count {self.tx} is out of range")
 
     def complete(self, num_bytes: int, op: Op, latency: float = 0.0) -> None:

@@ -7,9 +7,9 @@ import numpy as np
 from cute_attn.emulator import access, tensormap
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import MemoryFault, PtxError
-from cute_attn.emulator.isa.bulk import HINT, MULTICAST, Task, open_group, post_load, posted_store, ranks_of
+from cute_attn.emulator.isa.bulk import HINT, MULTICAST, Task, destinations, open_group, post_load, posted_store
 from cute_attn.emulator.isa.registry import called
-from cute_attn.emulator.memory import GENERIC_PARAM, OFFSET_MASK, RANK_SHIFT
+from cute_attn.emulator.memory import GENERIC_PARAM
 from cute_attn.emulator.warp_batch import WarpBatch
 
 _DIMS = "{.1d|.2d|.3d|.4d|.5d}"
@@ -78,9 +78,8 @@ def tensor_load(
             raise MemoryFault(f"TMA load to shared {at:#x}, which is not aligned to 128 bytes", lane)
         op = w.begin_op(int(w.row[lane]), "TMA load")
         pieces = tensormap.chunks(tensor, place, tensor.line_bytes)
-        for rank in ranks_of(named) if multicast else [at >> RANK_SHIFT]:
-            own = bar if not multicast else (bar & OFFSET_MASK) | (_leader(rank, bar, pair) << RANK_SHIFT)
-            post_load(w.cta, rank << RANK_SHIFT | at & OFFSET_MASK, pieces, own, op, f"TMA load at {tuple(place)}")
+        for to, own in destinations(at, bar, named, multicast, pair):
+            post_load(w.cta, to, pieces, own, op, f"TMA load at {tuple(place)}")
 
 
 def _check_place(tensor: tensormap.TensorMap, place: list[int], lane: int) -> None:
@@ -88,11 +87,6 @@ def _check_place(tensor: tensormap.TensorMap, place: list[int], lane: int) -> No
         raise PtxError(f"{len(place)} coordinates of a tensor of rank {tensor.rank}", lane)
     if place[0] * tensor.item_bytes % tensormap.UNIT:
         raise MemoryFault(f"TMA at {tuple(place)}: a box must start at a multiple of 16 bytes", lane)
-
-
-def _leader(rank: int, barrier: int, pair: bool) -> int:
-    """Rank of the CTA whose barrier counts the bytes of CTA `rank`: in a pair, the CTA of the barrier's parity."""
-    return (rank & ~1) | (barrier >> RANK_SHIFT & 1) if pair else rank
 
 
 # --- tensors: stores and reductions -----------------------------------------------------------------------------------

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cute_attn.emulator import access
 from cute_attn.emulator.clocks import Clocks
-from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import LaunchFault, MemoryFault, PtxError
 from cute_attn.emulator.isa.barriers import on_clocks
 from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import called, form
-from cute_attn.emulator.tensor_memory import WARP, TensorMemory, cells, split_address
+from cute_attn.emulator.tensor_memory import WARP, Places, TensorMemory, places, split_address
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
 if TYPE_CHECKING:
@@ -125,92 +126,47 @@ def relinquish(w: WarpBatch, mask: Array | None, group: str) -> None:
 # --- loads and stores -------------------------------------------------------------------------------------------------
 
 
-class Places(NamedTuple):
-    """Places in tensor memory: lanes [warps, 32, 1] and columns [warps, 1, registers]. Of each warp: its cells of the
-    shadow state."""
-
-    lanes: Array
-    columns: Array
-    cells: list[Array]
-
-
 @functools.lru_cache(512)
-def _places(num: int, warps: tuple[int, ...], addresses: tuple[int, ...], what: str) -> Places:
-    """The places that each warp moves: its 32 lanes by `num` columns, from its address on."""
-    bases = np.array([split_address(a) for a in addresses])
-    for warp, (at, _) in zip(warps, bases, strict=True):
-        own = 32 * (warp % 4)
-        if at != own:
-            raise MemoryFault(f"{what} at lane {at} of tensor memory by warp {warp}, which may touch {own}..{own + 31}")
-    lanes, columns = bases[:, :1] + np.arange(32), bases[:, 1:] + np.arange(num)
-    shadow = [cells(*pair) for pair in zip(lanes, columns, strict=True)]
-    return Places(lanes[:, :, None], columns[:, None, :], shadow)
+def _places(num: int, warp: int, address: int, what: str) -> Places:
+    """The places that a warp moves: its 32 lanes by `num` columns, from its address on."""
+    (at, column), own = split_address(address), 32 * (warp % 4)
+    if at != own:
+        raise MemoryFault(f"{what} at lane {at} of tensor memory by warp {warp}, which may touch {own}..{own + 31}")
+    return places(at + np.arange(32), column + np.arange(num))
 
 
-def _check_registers(what: str, num: str, count: int) -> None:
-    if count != int(num):
-        raise PtxError(f"{what}.x{num} with {count} registers, it has {num}")
-
-
-def _present(w: WarpBatch, mask: Array | None, num: int, address: Array, what: str) -> tuple[Array, Places]:
-    """Positions of the active warps, and the places that they move."""
+def _moved(
+    w: WarpBatch, mask: Array | None, asked: str, count: int, address: Array, what: str
+) -> Iterator[tuple[int, slice, Places]]:
+    """The active warps: agent, lanes of the batch, and the places that it moves from or to `count` registers."""
+    if count != int(asked):
+        raise PtxError(f"{what}.x{asked} with {count} registers, it has {asked}")
     whole(w, mask, what)
-    first = w.first_lanes(mask)
     at = w.full(address)
-    active = w.lanes(mask)
-    if (at[active] != at[w.row[active] * 32 + first[0] % 32]).any():
-        raise PtxError(f"{what}: the address differs within a warp")
-    rows = w.row[first]
-    return rows, _places(num, tuple(w.warps[rows].tolist()), tuple(at[first].tolist()), what)
+    for first in w.first_lanes(mask):
+        lanes = slice(first, first + 32)
+        if some(at[lanes] != at[first]):
+            raise PtxError(f"{what}: the address differs within a warp")
+        row = w.row[first]
+        yield int(w.agents[row]), lanes, _places(count, int(w.warps[row]), int(at[first]), what)
 
 
 @tensor_call(f"tcgen05.ld.sync.aligned.32x32b{_NUM}.b32", operands="$0 $items [u4]", results="{u4}", converges=True)
 def load(w: WarpBatch, mask: Array | None, asked: str, num: int, address: Array) -> Array:
-    what = "tcgen05.ld.32x32b"
-    _check_registers(what, asked, num)
-    memory = memory_of(w.cta)
-    rows, places = _present(w, mask, num, address, what)
-    for columns in places.columns:
-        memory.check(columns, what)
-    memory.check_valid(places.lanes, places.columns, what)
-    for row, columns, touched in zip(rows, places.columns, places.cells, strict=True):
-        _note_read(w, memory, int(w.agents[row]), columns, touched, what)
-    found = memory.words[places.lanes, places.columns]
-    result = np.ascontiguousarray(found.reshape(-1, num).T)
-    if len(rows) == len(w.warps):
-        return result
-    out = np.zeros((num, len(w.warps), 32), np.uint32)
-    out[:, rows] = result.reshape(num, len(rows), 32)
-    return out.reshape(num, -1)
-
-
-def _note_read(w: WarpBatch, memory: TensorMemory, agent: int, columns: Array, touched: Array, what: str) -> None:
-    """Record a read for race checks. With `strict` it lasts until it is waited for, otherwise it is over at once."""
-    if memory.shadow is None:
-        return
-    if w.cta.grid.strict:
-        op = memory.begin(agent, "tcgen05.ld")
-        conflict = memory.shadow.op_read(touched, op)
-    else:
-        # A row for each cell: those of one load lie in two to four blocks, and no row may cross a block.
-        conflict = memory.shadow.read(touched[:, None], np.full(len(touched), agent))
-    memory.refuse(what, columns, conflict)
+    """Load columns. With `strict`, the read lasts until it is waited for, otherwise it is over at once."""
+    memory, what = memory_of(w.cta), "tcgen05.ld.32x32b"
+    found = np.zeros((num, w.size), np.uint32)
+    for agent, lanes, place in _moved(w, mask, asked, num, address, what):
+        found[:, lanes] = memory.load(place, memory.begin(agent, "tcgen05.ld") if w.cta.grid.strict else agent, what).T
+    return found
 
 
 @tensor_call(f"tcgen05.st.sync.aligned.32x32b{_NUM}.b32", operands="$0 [u4] {u4}", converges=True)
 def store(w: WarpBatch, mask: Array | None, asked: str, address: Array, values: tuple[Array, ...]) -> None:
-    what = "tcgen05.st.32x32b"
-    _check_registers(what, asked, len(values))
-    memory = memory_of(w.cta)
-    rows, places = _present(w, mask, len(values), address, what)
-    words = np.array([w.full(v) for v in values]).reshape(len(values), -1, 32)[:, rows].transpose(1, 2, 0)
-    for row, columns, touched in zip(rows, places.columns, places.cells, strict=True):
-        memory.check(columns, what)
-        op = memory.begin(int(w.agents[row]), "tcgen05.st")
-        if memory.shadow is not None:
-            memory.refuse(what, columns, memory.shadow.op_write(touched, op))
-    memory.words[places.lanes, places.columns] = words
-    memory.valid[places.lanes, places.columns] = True
+    memory, what = memory_of(w.cta), "tcgen05.st.32x32b"
+    words = np.array([w.full(v) for v in values]).T
+    for agent, lanes, place in _moved(w, mask, asked, len(values), address, what):
+        memory.store(place, words[lanes], memory.begin(agent, "tcgen05.st"), what)
 
 
 @tensor_call("tcgen05.wait::{ld|st}.sync.aligned", operands="$0", converges=True)

@@ -19,7 +19,7 @@ from cute_attn.emulator.isa.bulk import ranks_of
 from cute_attn.emulator.isa.tmem import GROUP, memory_of, pair_of, tensor_call, tensor_form
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Addr, Inst
-from cute_attn.emulator.tensor_memory import split_address
+from cute_attn.emulator.tensor_memory import places, split_address
 from cute_attn.emulator.warp_batch import WarpBatch
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class _Product:
             raise PtxError("A in tensor memory cannot be transposed")
         lane, column = split_address(self.a)
         lanes = x.lanes(lane)
-        words = memory_of(cta).load(lanes, column + np.arange(A_COLUMNS), op, "tcgen05.mma (A)")
+        words = memory_of(cta).load(places(lanes, column + np.arange(A_COLUMNS)), op, "tcgen05.mma (A)")
         if len(lanes) > x.rows and not (words[: x.rows] == words[x.rows :]).all():
             raise MemoryFault("A in tensor memory: lanes 64..127 must repeat lanes 0..63 where each CTA has 64 rows")
         return DECODERS[x.a_type](np.ascontiguousarray(words[: x.rows]))
@@ -180,10 +180,10 @@ class _Product:
     def _write(self, cta: Cta, product: Array, op: Op) -> None:
         memory = memory_of(cta)
         lane, column = split_address(self.d)
-        lanes, folded = self.what.lanes(lane), self.what.fold(product)
-        columns = column + np.arange(folded.shape[1])
-        before = memory.load(lanes, columns, op, "tcgen05.mma (D)") if self.keep else None
-        memory.store(lanes, columns, self.what.accumulate(folded, before), op, "tcgen05.mma (D)")
+        folded = self.what.fold(product)
+        place = places(self.what.lanes(lane), column + np.arange(folded.shape[1]))
+        before = memory.load(place, op, "tcgen05.mma (D)") if self.keep else None
+        memory.store(place, self.what.accumulate(folded, before), op, "tcgen05.mma (D)")
 
 
 def _check_tensor_memory(x: Instruction, d: int, a: int | None) -> None:

@@ -21,9 +21,6 @@ from cute_attn.runtime.arch import named
 MIN_CTAS = 8  # per multiprocessor: 64 registers per thread. Without a bound ptxas takes fewer, and spills
 
 
-named_tuple: Any = NamedTuple  # of fields that type checkers do not see
-
-
 def index_fields(*names: str) -> dict[str, type]:
     """Returns the parameters of tensors of indices: address, step, and whether they are of int64."""
     return {name + part: kind for name in names for part, kind in (("", Int64), ("_step", Int64), ("_wide", Int32))}
@@ -63,7 +60,7 @@ FIELDS = {
     "num_slots": Int32,
 }
 # Kernel parameters, in order. Addresses are Int64, 0 where absent; strides and steps are bytes.
-AppendParams: Any = named_tuple("AppendParams", [*FIELDS.items()])
+AppendParams: Any = NamedTuple("AppendParams", [*FIELDS.items()])  # type: ignore[misc]
 
 
 class AppendProgram(GridProgram):

@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.kv_sources import DenseTmaKV, GatheredFp8KV, KvSource, PageTable
@@ -21,16 +21,8 @@ from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 LANES = 32
 WORD = 4
 
-BlockScaledParams = extended(
-    "BlockScaledParams",
-    {
-        **{
-            f"{operand}_scales{part}": Int64
-            for operand in "kv"
-            for part in ("", "_stride_page", "_stride_n", "_stride_h")
-        }
-    },
-)
+PARTS = ("", "_stride_page", "_stride_n", "_stride_h")  # of the names of each operand's parameters
+BlockScaledParams = extended("BlockScaledParams", {f"{x}_scales{part}": Int64 for x in "kv" for part in PARTS})
 
 
 @dataclass(frozen=True)
@@ -90,8 +82,7 @@ class BlockScaledKV(KvSource):
         page_ids, pages = self.source.prefetch_page_ids(kv_tile), self.tokens
         if self.by_lanes or isinstance(pages, DenseTokens):
             return page_ids
-        tokens = [kv_tile * self.cols + self.lane + row for row in self.rounds]
-        return page_ids + [pages.page_id(token < pages.kv_end, token) for token in tokens]
+        return page_ids + pages.page_ids((Boolean(True), kv_tile * self.cols + self.lane + row) for row in self.rounds)
 
     def copy(
         self, operand: ScaledOperand, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]
@@ -113,11 +104,9 @@ class BlockScaledKV(KvSource):
             page = page_ids[i] if cutlass.const_expr(len(page_ids) > 0) else Int32(0)
             address = self.tokens.address(scales, token, page)
             size = ptx.select(token < self.tokens.kv_end, Int32(WORD), Int32(0))
-            if cutlass.const_expr(self.rounds[i] + LANES <= self.cols):
+            exists = True if self.rounds[i] + LANES <= self.cols else row < self.cols
+            if exists:
                 self.copy_row(scales, target + scales.offset + row * pitch, address, size)
-            else:
-                if row < self.cols:
-                    self.copy_row(scales, target + scales.offset + row * pitch, address, size)
 
     def copy_row(self, scales: ScaleRows, target: Int32, address: Int64, size: Int32) -> None:
         for word in range(scales.words):

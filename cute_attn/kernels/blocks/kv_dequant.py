@@ -7,7 +7,6 @@ below 2^-39 of that.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -19,7 +18,7 @@ from cute_attn.kernels.blocks.dequant import Fp8
 from cute_attn.kernels.blocks.pipeline import SmemRings, start
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.smem_map import StagedKvMemory
-from cute_attn.kernels.blocks.transform_warps import OperandState, TransformWarps
+from cute_attn.kernels.blocks.transform_warps import OperandState, TransformWarps, WarpLane
 from cute_attn.kernels.formats import LINE
 
 OPERAND = "float16"
@@ -46,62 +45,6 @@ def normalize(places: Sequence[tuple[Int32, int]], of_row: Callable[[Int32], Int
     return inverse
 
 
-@dataclass(frozen=True)
-class KvDequant:
-    """Dequantization of staged tiles by one of the transform warps: `run` makes the operand "k" or "v" of one."""
-
-    memory: Any  # `StagedKvMemory`
-    warp: Int32
-    lane: Int32
-    warps: int
-
-
-@dataclass(frozen=True)
-class Fp8KvDequant(KvDequant):
-    """Dequantization of fp8 K and V."""
-
-    converter: Fp8
-    groups: int = 1  # of eight rows, whose loads are in flight together
-
-    @cute.jit
-    def run(self, operand: cutlass.Constexpr, source: Int32, target: Int32) -> None:
-        """Dequantizes a tile, eight rows at a time. Odd rows take an even number of columns in swapped order: 8
-        adjacent lanes then differ in bank, for reads and writes.
-        """
-        memory, cols = self.memory, self.memory.tile.cols
-        columns, pitch = memory.columns(operand), memory.pitch(operand)
-        row, quarter = self.lane >> 2, self.lane & 3
-        read, write = source + row * pitch + quarter * CHUNK, target + row * LINE + ((2 * quarter) ^ row) * CHUNK
-        swapped = (row & 1) * (1 - columns % 2)
-        reads = [read + swapped * (sign * pitch // columns) for sign in (1, -1)]
-        writes = [write + swapped * (sign * cols * LINE) for sign in (1, -1)]
-        pieces = [(g * SWIZZLE_ROWS * self.warps, c) for g in range(self.groups) for c in range(columns)]
-        for i in cutlass.range(self.warp, cols // SWIZZLE_ROWS, self.groups * self.warps, unroll=1):
-            words = [
-                ptx.ld_shared_v4(reads[c % 2] + i * (SWIZZLE_ROWS * pitch), first * pitch + c * pitch // columns)
-                for first, c in pieces
-            ]
-            for piece in cutlass.range_constexpr(len(pieces)):
-                first, c = pieces[piece]
-                pairs = [pair for word in words[piece] for pair in self.converter.word(word)]
-                at, offset = writes[c % 2] + i * (SWIZZLE_ROWS * LINE), first * LINE + c * cols * LINE
-                ptx.st_shared_v4(at, offset, pairs[:4])
-                ptx.st_shared_v4(at ^ Int32(CHUNK), offset, pairs[4:])
-
-    @cute.jit
-    def clear(self, operand: cutlass.Constexpr, source: Int32, first: Int32) -> None:
-        """Zeroes keys from `first`: they belong to another request or to none, and 0 * NaN is not 0. Each warp clears
-        the rows that it will read itself.
-        """
-        chunks = self.memory.pitch(operand) // CHUNK
-        for i in cutlass.range(self.warp, self.memory.tile.cols // SWIZZLE_ROWS, self.warps, unroll=1):
-            for j in cutlass.range_constexpr(SWIZZLE_ROWS * chunks // 32):
-                chunk = i * (SWIZZLE_ROWS * chunks) + 32 * j + self.lane
-                if chunk >= first * chunks:
-                    ptx.st_shared_v4(source + chunk * CHUNK, 0, [Int32(0) for _ in range(4)])
-        ptx.sync_warp()
-
-
 class KvState(NamedTuple):
     """Pipeline states of both operands."""
 
@@ -110,30 +53,62 @@ class KvState(NamedTuple):
 
 
 class DequantWarps(TransformWarps):
-    """Transform warps that dequantize K and V."""
+    """Transform warps that dequantize fp8 K and V."""
 
     memory: StagedKvMemory
-    groups = 1
+    groups = 1  # of eight rows, whose loads are in flight together
 
-    def transform(self, warp: Int32, lane: Int32) -> KvDequant:
-        converter = Fp8(OPERAND, self.spec.kv_dtype, native=True)
-        return Fp8KvDequant(self.memory, warp, lane, self.warps, converter, self.groups)
+    @cute.jit
+    def convert(self, place: WarpLane, operand: cutlass.Constexpr, source: Int32, target: Int32) -> None:
+        """Dequantizes a tile, eight rows at a time. Odd rows take an even number of columns in swapped order: 8
+        adjacent lanes then differ in bank, for reads and writes.
+        """
+        memory, cols, converter = self.memory, self.memory.tile.cols, Fp8(OPERAND, self.spec.kv_dtype, native=True)
+        columns, pitch = memory.columns(operand), memory.pitch(operand)
+        row, quarter = place.lane >> 2, place.lane & 3
+        read, write = source + row * pitch + quarter * CHUNK, target + row * LINE + ((2 * quarter) ^ row) * CHUNK
+        swapped = (row & 1) * (1 - columns % 2)
+        reads = [read + swapped * (sign * pitch // columns) for sign in (1, -1)]
+        writes = [write + swapped * (sign * cols * LINE) for sign in (1, -1)]
+        pieces = [(g * SWIZZLE_ROWS * self.warps, c) for g in range(self.groups) for c in range(columns)]
+        for i in cutlass.range(place.warp, cols // SWIZZLE_ROWS, self.groups * self.warps, unroll=1):
+            words = [
+                ptx.ld_shared_v4(reads[c % 2] + i * (SWIZZLE_ROWS * pitch), first * pitch + c * pitch // columns)
+                for first, c in pieces
+            ]
+            for piece in cutlass.range_constexpr(len(pieces)):
+                first, c = pieces[piece]
+                pairs = [pair for word in words[piece] for pair in converter.word(word)]
+                at, offset = writes[c % 2] + i * (SWIZZLE_ROWS * LINE), first * LINE + c * cols * LINE
+                ptx.st_shared_v4(at, offset, pairs[:4])
+                ptx.st_shared_v4(at ^ Int32(CHUNK), offset, pairs[4:])
+
+    @cute.jit
+    def clear(self, place: WarpLane, operand: cutlass.Constexpr, source: Int32, first: Int32) -> None:
+        """Zeroes keys from `first`: each warp those that it will read itself."""
+        chunks = self.memory.pitch(operand) // CHUNK
+        for i in cutlass.range(place.warp, self.memory.tile.cols // SWIZZLE_ROWS, self.warps, unroll=1):
+            for j in cutlass.range_constexpr(SWIZZLE_ROWS * chunks // 32):
+                chunk = i * (SWIZZLE_ROWS * chunks) + 32 * j + place.lane
+                if chunk >= first * chunks:
+                    ptx.st_shared_v4(source + chunk * CHUNK, 0, [Int32(0) for _ in range(4)])
+        ptx.sync_warp()
 
     def initial_state(self) -> KvState:
         return KvState(OperandState(start(), start()), OperandState(start(), start()))
 
     @cute.jit
     def transform_query(
-        self, rings: SmemRings, transform: cutlass.Constexpr, at: KvState, order: cutlass.Constexpr, valid: Int32
+        self, rings: SmemRings, place: WarpLane, at: KvState, order: cutlass.Constexpr, valid: Int32
     ) -> Any:
         """Dequantizes K one tile ahead of V, in the order in which the products need them."""
         k, v, total, cols = at.k, at.v, order.total, self.spec.tile.cols
         if total > 0:
-            k = self.make_operand(rings, transform, "k", k)
+            k = self.make_operand(rings, place, "k", k)
             for step in cutlass.range(1, total, unroll=1):
-                k = self.make_operand(rings, transform, "k", k)
+                k = self.make_operand(rings, place, "k", k)
                 of_step = ptx.select(step == 1, valid, Int32(cols))
-                v = self.make_operand(rings, transform, "v", v, lambda valid=of_step: (valid < cols, valid))
+                v = self.make_operand(rings, place, "v", v, lambda valid=of_step: (valid < cols, valid))
             of_last = ptx.select(total == 1, valid, Int32(cols))
-            v = self.make_operand(rings, transform, "v", v, lambda: (of_last < cols, of_last))
+            v = self.make_operand(rings, place, "v", v, lambda: (of_last < cols, of_last))
         return KvState(k, v)

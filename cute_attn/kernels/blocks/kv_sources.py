@@ -3,6 +3,7 @@
 The lanes of the producer warp divide the boxes of a tile between them.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -54,9 +55,13 @@ class PageTable:
     size: Divisor
     kv_end: Int32
 
-    def page_id(self, wanted: Boolean, token: Int32) -> Int32:
-        """Loads the page id of a token if `wanted`, as `ptx.ld_page_id_if`."""
-        return ptx.ld_page_id_if(wanted, self.entries + Int64(self.size.quotient(token)) * Int64(4))
+    def page_ids(self, tokens: Iterable[tuple[Boolean, Int32]]) -> list[Int32]:
+        """Loads the page ids of tokens of the request that are wanted, as `ptx.ld_page_id_if`."""
+        exist = ((cutlass.and_(wanted, token < self.kv_end), token) for wanted, token in tokens)
+        return [
+            ptx.ld_page_id_if(exists, self.entries + Int64(self.size.quotient(token)) * Int64(4))
+            for exists, token in exist
+        ]
 
     def within(self, token: Int32) -> Int32:
         """Returns the row of a token in its page."""
@@ -82,18 +87,24 @@ class KvSource:
 
 
 @dataclass(frozen=True)
-class DenseTmaKV(KvSource):
-    """Contiguous keys, one box per column; token 0 of the request is row `start`. Rows past the end hold the next
-    request's keys, or zeros past the end of the tensor.
-    """
+class TmaKV(KvSource):
+    """Keys loaded in boxes."""
 
     cols: int
-    start: Int32
     kv_head: Int32
     lane: Int32
     k: TmaOperand
     v: TmaOperand
     cta: Any  # `OneCta`
+
+
+@dataclass(frozen=True)
+class DenseTmaKV(TmaKV):
+    """Contiguous keys, one box per column; token 0 of the request is row `start`. Rows past the end hold the next
+    request's keys, or zeros past the end of the tensor.
+    """
+
+    start: Int32
 
     @cute.jit
     def copy(
@@ -109,27 +120,18 @@ class DenseTmaKV(KvSource):
 
 
 @dataclass(frozen=True)
-class PagedTmaKV(KvSource):
+class PagedTmaKV(TmaKV):
     """Paged keys. A box holds as many tokens as are contiguous both in a page and in a tile: their greatest common
     divisor.
     """
 
-    cols: int
-    kv_head: Int32
-    lane: Int32
     pages: PageTable
     box_rows: Int32
-    k: TmaOperand
-    v: TmaOperand
-    cta: Any  # `OneCta`
-
-    def rounds(self) -> range:
-        return range((self.cols + 31) // 32)
 
     def prefetch_page_ids(self, kv_tile: Int32) -> list[Int32]:
         """Loads the page ids of this lane's boxes."""
         page_ids = []
-        for i in self.rounds():
+        for i in range((self.cols + 31) // 32):
             row = (self.lane + 32 * i) * self.box_rows
             token = kv_tile * self.cols + row
             exists = cutlass.and_(row < self.cols, token < self.pages.kv_end)
@@ -204,12 +206,7 @@ class GatheredKV(KvSource):
     def prefetch_page_ids(self, kv_tile: Int32) -> list[Int32]:
         """Loads the page ids of this lane's rows."""
         assert self.round_rows in range(ROWS_PER_PASS, 33, ROWS_PER_PASS)
-        page_ids = []
-        for i in self.rounds:
-            token = self.token(kv_tile, i)
-            exists = cutlass.and_(self.thread & 31 < self.round_rows, token < self.pages.kv_end)
-            page_ids.append(self.pages.page_id(exists, token))
-        return page_ids
+        return self.pages.page_ids((self.thread & 31 < self.round_rows, self.token(kv_tile, i)) for i in self.rounds)
 
     def token(self, kv_tile: Int32, i: int) -> Int32:
         """Token of this lane's row of round i."""
@@ -272,23 +269,20 @@ class GatheredFp8KV(KvSource):
     k: PageRows
     v: PageRows
 
+    @property
     def rounds(self) -> range:
         return range(-(-self.cols // 32))
 
     def prefetch_page_ids(self, kv_tile: Int32) -> list[Int32]:
-        page_ids = []
-        for i in self.rounds():
-            token = kv_tile * self.cols + self.lane + 32 * i
-            exists = cutlass.and_(self.lane + 32 * i < self.cols, token < self.pages.kv_end)
-            page_ids.append(self.pages.page_id(exists, token))
-        return page_ids
+        rows = (self.lane + 32 * i for i in self.rounds)
+        return self.pages.page_ids((row < self.cols, kv_tile * self.cols + row) for row in rows)
 
     def copy(self, rows: PageRows, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]) -> None:
         columns = -(-rows.chunks // 4)
         row, chunk = self.lane >> 2, self.lane & 3  # within a pass of eight rows
         shared = target + row * (64 * columns) + chunk * CHUNK
         left = self.pages.kv_end - (kv_tile * self.cols + row)
-        for i in self.rounds():
+        for i in self.rounds:
             address = self.pages.address(rows, kv_tile * self.cols + self.lane + 32 * i, page_ids[i])
             for first in range(32 * i, min(32 * i + 32, self.cols), 8):
                 source = ptx.shuffle_from(address, row + Int32(first % 32)) + Int64(chunk * CHUNK)

@@ -47,11 +47,11 @@ class TileOrder:
         """Tile of a step known to be past the masked ones: one subtraction from a constant of the CTA."""
         return (self.full_end + (self.masked - Int32(1))) - step
 
-    def skipped(self, stop: Int32, rows: PackedRows, row: Int32, cols: int) -> Int32:
-        """Number of tiles at the start of the order of which the rows from `row` see nothing: the right edge is first,
-        and the last of them sees the keys before `stop`. All, where there are no such rows.
+    def skipped(self, band: "Band", rows: PackedRows, row: Int32, count: int, cols: int) -> Int32:
+        """Number of tiles at the start of the order of which the `count` rows from `row` see nothing: the right edge is
+        first, and the last of them sees most. All, where there are no such rows.
         """
-        end = (ptx.maximum(stop, Int32(0)) + Int32(cols - 1)) // cols
+        end = (ptx.maximum(band.stop(rows.last_token(count, row)), Int32(0)) + Int32(cols - 1)) // cols
         beyond = ptx.minimum(ptx.maximum(self.end - end, Int32(0)), self.end - self.full_end)
         return ptx.select(cutlass.or_(end <= self.begin, rows.exists(row) == Boolean(False)), self.total, beyond)
 

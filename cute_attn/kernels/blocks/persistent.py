@@ -21,9 +21,10 @@ from cute_attn.kernels.blocks.pipeline import SmemRings, WarpRole
 from cute_attn.kernels.blocks.producer import ONE_CTA, OneCta, Producer
 from cute_attn.kernels.blocks.program import AttentionProgram, Epilogues
 from cute_attn.kernels.blocks.scalars import head_scale
+from cute_attn.kernels.blocks.scores import MIN_SCALE
 from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
-from cute_attn.kernels.blocks.tile_scheduler import GridTiles, ItemTiles, QueryTile, TileSchedule
+from cute_attn.kernels.blocks.tile_scheduler import QueryTile, grid_tile, item_tile
 
 
 class PersistentProgram(AttentionProgram):
@@ -47,9 +48,9 @@ class PersistentProgram(AttentionProgram):
         """All roles, whose warps together arrive at every barrier of the rings."""
         raise NotImplementedError
 
-    def tiles(self) -> TileSchedule:
-        """Returns the query tiles of a launch, by index."""
-        return (GridTiles if self.spec.schedule == "grid" else ItemTiles)()
+    def query_tile(self, p: AnyParams, index: Int32) -> QueryTile:
+        """Returns an existing query tile of a launch."""
+        return (grid_tile if self.spec.schedule == "grid" else item_tile)(p, index)
 
     def run_warps(self, params: PersistentParams, maps: Any, rings: SmemRings, thread: Int32) -> None:
         """Runs the role of this thread's warp."""
@@ -115,13 +116,19 @@ class PersistentProgram(AttentionProgram):
             return PackedMask.all_masked(order)
         return order.with_full(p.full_tiles) if self.spec.schedule == "items" and not self.spec.fp8 else order
 
-    def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
-        layout, log2_scale = self.tile.scores_layout, Float32(ptx.LOG2E) if self.spec.scores else scale
-        return OnlineSoftmax(layout, [log2_scale for _ in layout.slots])
+    def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scales: list[Float32]) -> OnlineSoftmax:
+        layout = self.tile.scores_layout
+        if self.spec.scores:
+            scales = [Float32(ptx.LOG2E) for _ in layout.slots]
+        elif self.spec.kv_dtype:  # scales of normalized rows, which may be as small as 0
+            scales = [ptx.fmax(x, Float32(MIN_SCALE)) for x in scales]
+        return OnlineSoftmax(layout, scales)
 
-    def prepare_q(self, p: PersistentParams, work: QueryTile, lanes: Any, q_rows: Int32, scale: Float32) -> Any:
-        """Prepares the rows of q, for which 16-bit rows need nothing; returns the scale of their scores."""
-        return scale
+    def prepare_q(
+        self, p: PersistentParams, work: QueryTile, lanes: Any, q_rows: Int32, scale: Float32
+    ) -> list[Float32]:
+        """Prepares the rows of q, for which 16-bit rows need nothing; returns the scales of the thread's row slots."""
+        return [scale for _ in self.tile.scores_layout.slots]
 
     def epilogues(self, p: PersistentParams, work: QueryTile) -> Epilogues:
         """Computes both before the branch between them. fp8 v has a scale per head."""

@@ -30,6 +30,7 @@ from cute_attn.kernels.blocks.tile_scheduler import (
     DynamicTileScheduler,
     QueryTile,
     WarpgroupTileScheduler,
+    tile_at,
 )
 from cute_attn.kernels.formats import KV_BITS, LINE
 
@@ -83,6 +84,14 @@ class OneCta:
     def scheduler(self, counters: Int64, thread: Int32, rings: Any) -> DynamicTileScheduler:
         return DynamicTileScheduler(counters, thread)
 
+    def clear(self, shared: Int32, offset: int) -> None:
+        """Zeroes 16 bytes of shared memory in all CTAs that share work items."""
+        ptx.st_shared_v4(shared, offset, [Int32(0) for _ in range(4)])
+
+    def fence_async(self) -> None:
+        """Orders this thread's accesses of their shared memory before later ones by TMA and products."""
+        tma.fence_async()
+
 
 ONE_CTA = OneCta()
 
@@ -92,7 +101,7 @@ class Producer:
 
     def __init__(self, program: Any) -> None:
         spec, memory, cta = program.spec, program.memory, program.cta
-        self.program, self.spec, self.memory, self.cta, self.tiles = program, spec, memory, cta, program.tiles()
+        self.program, self.spec, self.memory, self.cta = program, spec, memory, cta
         self.source_type = source_type(spec, program.gathered_kv)
         loaded = (memory.loaded_ring("k"), memory.loaded_ring("v"))
         fills = {"q": 1, **dict.fromkeys(loaded, self.source_type.arrivals), **dict.fromkeys(cta.producer_rings, 1)}
@@ -108,7 +117,8 @@ class Producer:
             else self.cta.scheduler(p.counters, thread, rings)
         )
         q, k, v = start(), start(), start()
-        work = self.tiles.at(p, scheduler.first())
+        query_tile = self.program.query_tile
+        work = tile_at(p, scheduler.first(), query_tile)
         while work.head_block >= 0:
             order, source = self.program.order(p, work), self.source(p, maps, work)
             first = ptx.maximum(order.at(Int32(0)), Int32(0))  # -1 where there is no tile at all
@@ -131,7 +141,8 @@ class Producer:
                 self.load(rings.staged_v, v, source, source.v, order.at(order.total - 1), page_ids)
                 source.commit([rings.staged_v.full(v)])
                 v, k = rings.staged_v.next(v), rings.staged_k.next(k)
-            work, q = self.tiles.at(p, scheduler.broadcast_next(fetched, rings.record(q), q)), rings.q.next(q)
+            work = tile_at(p, scheduler.broadcast_next(fetched, rings.record(q), q), query_tile)
+            q = rings.q.next(q)
         scheduler.finish()
         ptx.grid_dependency_launch()
         rings.q.wait_empty(q)
@@ -176,10 +187,10 @@ class Producer:
         kv_head = work.kv_head(p)
         k, v = self.cta.operands(maps, self.memory, cols)
         if self.source_type is DenseTmaKV:
-            return DenseTmaKV(cols, work.kv_start, kv_head, thread, k, v, self.cta)
+            return DenseTmaKV(cols, kv_head, thread, k, v, self.cta, work.kv_start)
         pages = PageTable(p.kv_indices + Int64(work.kv_start) * Int64(4), p.page_size, work.kv_end)
         if self.source_type is PagedTmaKV:
-            return PagedTmaKV(cols, kv_head, thread, pages, p.box_rows, k, v, self.cta)
+            return PagedTmaKV(cols, kv_head, thread, k, v, self.cta, pages, p.box_rows)
         assert issubclass(self.source_type, GatheredKV | GatheredFp8KV)
         k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
         k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))

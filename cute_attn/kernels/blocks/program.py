@@ -5,12 +5,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
 from cute_attn.kernels.blocks.masks import BandMask, KeyBounds, MultiItemMask, PackedMask, RangeMask, StopMask
 from cute_attn.kernels.blocks.scalars import scalars_of, zeros
-from cute_attn.kernels.blocks.scores import Alibi, RowScales, Scale, Scores, SoftCap
+from cute_attn.kernels.blocks.scores import Alibi, RowScales, Scores, SoftCap
 from cute_attn.schedule.records import NO_PARTIAL
 
 # Makers of the row epilogues of final and of partial outputs.
@@ -71,16 +71,17 @@ class AttentionProgram(GridProgram):
         kind = BandMask if self.spec.mask == "band" else StopMask
         return kind(band, layout, rows, lanes)
 
-    def scores(self, p: Any, work: Any, lanes: Any, scale: Any) -> Scores:
+    def scores(self, p: Any, work: Any, lanes: Any, scales: list[Float32]) -> Scores:
+        """Returns the modifications of scores. `scales`: of the thread's row slots."""
         makers: dict[str, Callable[[], Any]] = {
-            "scale": lambda: self.scale_step(p, work, lanes, scale),
+            "scale": lambda: self.scale_step(p, work, lanes, scales),
             "alibi": lambda: self.alibi_step(p, work, lanes),
             "soft_cap": lambda: SoftCap(p.soft_cap),
         }
         return Scores([makers[name]() for name in self.spec.scores])
 
-    def scale_step(self, p: Any, work: Any, lanes: Any, scale: Any) -> Scale | RowScales:
-        return Scale(scale)
+    def scale_step(self, p: Any, work: Any, lanes: Any, scales: list[Float32]) -> RowScales:
+        return RowScales(self.tile.scores_layout, lambda: scales)
 
     def alibi_step(self, p: Any, work: Any, lanes: Any) -> Any:
         return Alibi(self.tile.scores_layout, work.rows(p), lanes, p.num_qo_heads)

@@ -317,19 +317,12 @@ def reduce_lanes(op: Callable[[Any, Any], Any], x: Any, lane_masks: Sequence[int
     return x
 
 
-def warp_minimum(x: Int32) -> Int32:
-    """Returns the least of all lanes' numbers."""
-    return asm("redux.sync.min.s32 $0, $1, 0xffffffff;", [Int32], [x])
+def _over_warp(op: str) -> Callable[[Int32], Int32]:
+    """Returns a reduction of all lanes' numbers."""
+    return lambda x: asm(f"redux.sync.{op}.s32 $0, $1, 0xffffffff;", [Int32], [x])
 
 
-def warp_maximum(x: Int32) -> Int32:
-    """Returns the largest of all lanes' numbers."""
-    return asm("redux.sync.max.s32 $0, $1, 0xffffffff;", [Int32], [x])
-
-
-def warp_sum(x: Int32) -> Int32:
-    """Returns the sum of all lanes' numbers."""
-    return asm("redux.sync.add.s32 $0, $1, 0xffffffff;", [Int32], [x])
+warp_minimum, warp_maximum, warp_sum = (_over_warp(op) for op in ("min", "max", "add"))
 
 
 def pack_16(dtype: str, lo: Float32, hi: Float32) -> Int32:

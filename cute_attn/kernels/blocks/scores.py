@@ -26,18 +26,10 @@ def row_scale(p: Any, work: Any, head: Int32) -> Float32:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Multiplies by sm_scale. Not needed when softmax scales, for a positive scale and no other modification."""
-
-    scale: Float32
-
-    def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
-        return [x * self.scale for x in s]
-
-
-@dataclass(frozen=True)
 class RowScales:
-    """Multiplies by one scale per row slot, kept in registers or computed for every tile."""
+    """Multiplies by one scale per row slot, kept in registers or computed for every tile. Not needed when softmax
+    scales, for positive scales and no other modification.
+    """
 
     layout: RegisterLayout
     scales: Callable[[], list[Float32]]
@@ -110,7 +102,7 @@ def alibi_slope(head: Int32, num_heads: Int32) -> Float32:
 class Scores:
     """The chain of modifications of one spec."""
 
-    steps: Sequence[Scale | RowScales | SoftCap | Alibi]
+    steps: Sequence[RowScales | SoftCap | Alibi]
 
     def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
         for step in self.steps:

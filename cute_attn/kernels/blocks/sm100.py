@@ -50,10 +50,10 @@ def elect_one() -> Int32:
     return asm("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.s32 $0, 1, 0, p;}", [Int32])
 
 
-def mma_smem(
+def mma(
     kind: str,
     d: Int32,
-    a: Int64,
+    a: Int64 | Int32,
     b: Int64,
     descriptor: int,
     steps: Sequence[tuple[int, int]],
@@ -61,45 +61,23 @@ def mma_smem(
     ctas: int = 1,
     accumulate: Boolean | bool = False,
 ) -> None:
-    """Starts D (+)= A B with both operands in shared memory; `steps`: (a, b) byte offsets of the parts of the sum.
+    """Starts D (+)= A B, with B in shared memory. `a`: descriptor of A in shared memory, or (32 bits) its address in
+    tensor memory; `steps`: where the parts of the sum begin, bytes of A or columns, and bytes of B.
 
     Called by a converged warp; the elected thread issues. `ctas` 2: of the leader of a pair, whose CTAs hold half of
     the rows of A and D, and half of the N of B, each at the same addresses.
     """
-    lines = []
+    smem, known = isinstance(a, Int64), isinstance(accumulate, bool)
+    bits, left, unit, keep = (64, "da", 16, "zero") if smem else (32, "[da]", 1, "keep")
+    first = int(accumulate) if known else "$4"
+    lines = [
+        f".reg .pred e, {keep}, one; .reg .b32 w; .reg .b{bits} da; .reg .b64 db; mov.b32 w, {descriptor};",
+        f"setp.ne.s32 e, $3, 0; setp.ne.s32 one, 1, 0; setp.ne.s32 {keep}, {first}, 0;",
+    ]
     for i, (a_step, b_step) in enumerate(steps):
-        lines.append(f"add.s64 da, $1, {a_step >> 4}; add.s64 db, $2, {b_step >> 4};")
-        lines.append(f"@e tcgen05.mma.cta_group::{ctas}.kind::{kind} [$0], da, db, w, {'one' if i else 'zero'};")
-    known = isinstance(accumulate, bool)
-    first = str(int(accumulate)) if known else "$4"
-    declared = f".reg .b64 da, db; .reg .pred zero, one; setp.ne.s32 one, 1, 0; setp.ne.s32 zero, {first}, 0;"
-    operands = [d, a, b, elected] if known else [d, a, b, elected, Int32(accumulate)]
-    asm(_products(declared, "$3", descriptor, lines), [], operands)
-
-
-def mma_tmem(
-    kind: str,
-    d: Int32,
-    a: Int32,
-    b: Int64,
-    descriptor: int,
-    steps: Sequence[tuple[int, int]],
-    accumulate: Boolean | bool,
-    elected: Int32,
-    ctas: int = 1,
-) -> None:
-    """Starts D (+)= A B with A in tensor memory; `steps`: (columns of A, byte offset in B)."""
-    lines = []
-    for i, (a_step, b_step) in enumerate(steps):
-        lines.append(f"add.s32 da, $1, {a_step}; add.s64 db, $2, {b_step >> 4};")
-        lines.append(f"@e tcgen05.mma.cta_group::{ctas}.kind::{kind} [$0], [da], db, w, {'one' if i else 'keep'};")
-    declared = ".reg .b32 da; .reg .b64 db; .reg .pred keep, one; setp.ne.s32 one, 1, 0; setp.ne.s32 keep, $3, 0;"
-    asm(_products(declared, "$4", descriptor, lines), [], [d, a, b, Int32(accumulate), elected])
-
-
-def _products(declared: str, elected: str, descriptor: int, lines: Sequence[str]) -> str:
-    prologue = f".reg .pred e; .reg .b32 w; setp.ne.s32 e, {elected}, 0; mov.b32 w, {descriptor};"
-    return f"{{{prologue} {declared}\n" + "\n".join(lines) + "}"
+        lines.append(f"add.s{bits} da, $1, {a_step // unit}; add.s64 db, $2, {b_step >> 4};")
+        lines.append(f"@e tcgen05.mma.cta_group::{ctas}.kind::{kind} [$0], {left}, db, w, {'one' if i else keep};")
+    asm("{" + "\n".join(lines) + "}", [], [d, a, b, elected, *(() if known else [Int32(accumulate)])])
 
 
 def commit(barrier: Int32, elected: Int32, ctas: int = 1) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
@@ -43,7 +44,9 @@ class QueryTile(NamedTuple):
         return PackedRows(self.first_row, count, p.group, self.head_block * group, self.qo_start)
 
     def from_first_key(self, p: Any) -> "QueryTile":
-        """Returns the same work with the first key that its rows see as token 0 of the request's keys."""
+        """Returns the same work with the first key that its rows see as token 0 of the request's keys: kv tiles begin
+        there.
+        """
         first = self.rows(p).token(Int32(0)) + self.band(p).left
         base = ptx.minimum(ptx.maximum(self.kv_begin, first), self.kv_end)
         return self._replace(
@@ -92,64 +95,44 @@ class SectionPosition(NamedTuple):
         return self.section * heads + self.within - self.number * heads
 
 
-@dataclass(frozen=True)
-class TileSchedule:
-    """Query tiles by index; `NO_TILE` from `p.total_tiles`."""
-
-    @cute.jit
-    def at(self, p: Any, index: Int32) -> Any:
-        tile = QueryTile(*(Int32(x) for x in NO_TILE))
-        if index < p.total_tiles:
-            tile = self.existing(p, index)
-        return tile
-
-    def existing(self, p: Any, index: Int32) -> QueryTile:
-        raise NotImplementedError
+@cute.jit
+def tile_at(p: Any, index: Int32, existing: cutlass.Constexpr) -> Any:
+    """Returns the query tile that `existing(p, index)` makes; `NO_TILE` from `p.total_tiles`."""
+    tile = QueryTile(*(Int32(x) for x in NO_TILE))
+    if index < p.total_tiles:
+        tile = existing(p, index)
+    return tile
 
 
-class GridTiles(TileSchedule):
-    """Query tiles of one request, splits of its keys outermost, then sections. The last rows come first, which are the
-    longest under a causal mask.
+def grid_tile(p: Any, index: Int32) -> QueryTile:
+    """Returns a query tile of one request, splits of its keys outermost, then sections. The last rows come first, which
+    are the longest under a causal mask.
     """
-
-    def existing(self, p: Any, index: Int32) -> QueryTile:
-        split = p.split_tiles.quotient(index)
-        position = SectionPosition.of(p, index - split * p.split_tiles.value)
-        begin = split * p.split_tokens
-        return QueryTile(
-            head_block=position.head_block(p),
-            qo_start=Int32(0),
-            qo_len=p.qo_len,
-            kv_start=Int32(0),
-            kv_len=p.kv_len,
-            first_row=(p.last_block - position.number) * p.tile_rows,
-            kv_begin=begin,
-            kv_end=ptx.minimum(begin + p.split_tokens, p.kv_len),
-            partial=split,
-            mask_low=Int32(0),
-            mask_high=Int32(0),
-        )
+    split = p.split_tiles.quotient(index)
+    position = SectionPosition.of(p, index - split * p.split_tiles.value)
+    begin = split * p.split_tokens
+    return QueryTile(
+        head_block=position.head_block(p),
+        qo_start=Int32(0),
+        qo_len=p.qo_len,
+        kv_start=Int32(0),
+        kv_len=p.kv_len,
+        first_row=(p.last_block - position.number) * p.tile_rows,
+        kv_begin=begin,
+        kv_end=ptx.minimum(begin + p.split_tokens, p.kv_len),
+        partial=split,
+        mask_low=Int32(0),
+        mask_high=Int32(0),
+    )
 
 
-class ItemTiles(TileSchedule):
-    """Query tiles of a batch: the plan's work items for every block of heads, in sections."""
-
-    def existing(self, p: Any, index: Int32) -> QueryTile:
-        position = SectionPosition.of(p, index)
-        item = load_item(p.items, position.number)
-        head_block = position.head_block(p)
-        head_block = ptx.select(item.qo_len == Int32(0), Int32(NO_WORK), head_block)
-        return QueryTile(head_block, **{name: getattr(item, name) for name in QueryTile._fields[1:]})
-
-
-@dataclass(frozen=True)
-class FirstKeyTiles(TileSchedule):
-    """Query tiles of `tiles`, whose keys are counted from the first that their rows see: kv tiles begin there."""
-
-    tiles: TileSchedule
-
-    def existing(self, p: Any, index: Int32) -> QueryTile:
-        return self.tiles.existing(p, index).from_first_key(p)
+def item_tile(p: Any, index: Int32) -> QueryTile:
+    """Returns a query tile of a batch: the plan's work items for every block of heads, in sections."""
+    position = SectionPosition.of(p, index)
+    item = load_item(p.items, position.number)
+    head_block = position.head_block(p)
+    head_block = ptx.select(item.qo_len == Int32(0), Int32(NO_WORK), head_block)
+    return QueryTile(head_block, **{name: getattr(item, name) for name in QueryTile._fields[1:]})
 
 
 def load_item(items: Int64, number: Int32) -> Item:

@@ -26,6 +26,13 @@ class OperandState(NamedTuple):
     operand: PipelineState
 
 
+class WarpLane(NamedTuple):
+    """Position of a thread among the transform warps."""
+
+    warp: Int32
+    lane: Int32
+
+
 class TransformWarps:
     """Role of the transform warps. `spec`: its tile has their number."""
 
@@ -37,11 +44,15 @@ class TransformWarps:
         fills = dict.fromkeys(made, self.warps)
         self.role = WarpRole("transform", self.warps, fills, tuple(made.values()), reads_records=True)
 
-    def transform(self, warp: Int32, lane: Int32) -> Any:
-        """Returns the transform of one warp."""
+    def convert(self, place: WarpLane, operand: str, source: Int32, target: Int32) -> None:
+        """Makes this warp's part of operand "k" or "v" of a staged tile."""
         raise NotImplementedError
 
-    def transform_query(self, rings: SmemRings, transform: Any, at: Any, order: TileOrder, valid: Int32) -> Any:
+    def clear(self, place: WarpLane, operand: str, source: Int32, first: Int32) -> None:
+        """Zeroes keys of a staged tile from `first`, of another request or of none, because 0 * NaN is not 0."""
+        raise NotImplementedError
+
+    def transform_query(self, rings: SmemRings, place: WarpLane, at: Any, order: TileOrder, valid: Int32) -> Any:
         """Produces the operands of a query tile's kv tiles, the first of which has `valid` keys; returns the next
         pipeline state.
         """
@@ -61,15 +72,15 @@ class TransformWarps:
         warps.
         """
         lane = thread & 31
-        transform = self.transform(cute.arch.make_warp_uniform(thread >> 5), lane)
+        place = WarpLane(cute.arch.make_warp_uniform(thread >> 5), lane)
         q, at = start(), self.initial_state()
         head_block = rings.next_head_block(q)
         while head_block >= 0:
             query = QueryTile.load(rings.record(q))
             order = self.program.order(p, query)
-            rings.q.release(q, lane)
+            rings.q.release(q, place.lane)
             valid = query.kv_end - (order.end - 1) * self.spec.tile.cols  # keys of the first tile in the order
-            at = self.transform_query(rings, transform, at, order, valid)
+            at = self.transform_query(rings, place, at, order, valid)
             q = rings.q.next(q)
             head_block = rings.next_head_block(q)
 
@@ -77,7 +88,7 @@ class TransformWarps:
     def make_operand(
         self,
         rings: SmemRings,
-        transform: cutlass.Constexpr,
+        place: WarpLane,
         operand: cutlass.Constexpr,
         at: OperandState,
         tail: cutlass.Constexpr = None,
@@ -90,10 +101,10 @@ class TransformWarps:
         if cutlass.const_expr(self.clears_tail and tail is not None):
             due, first = tail()
             if due:
-                transform.clear(operand, staged.address(at.staged), first)
+                self.clear(place, operand, staged.address(at.staged), first)
         ring.wait_empty(at.operand)
-        transform.run(operand, staged.address(at.staged), ring.address(at.operand))
-        return self.publish(rings, operand, at, transform.lane)
+        self.convert(place, operand, staged.address(at.staged), ring.address(at.operand))
+        return self.publish(rings, operand, at, place.lane)
 
     @cute.jit
     def publish(self, rings: SmemRings, operand: cutlass.Constexpr, at: OperandState, lane: Int32) -> Any:

@@ -66,38 +66,36 @@ class Row:
     num_splits: Int32
 
 
-class GridRows:
-    """Rows of one request, with partials [num_splits, qo_len, num_qo_heads]."""
-
-    def row(self, p: CombineParams, index: Int32) -> Row:
-        token = index // p.num_qo_heads
-        head, step = index - token * p.num_qo_heads, Int64(p.qo_len) * Int64(p.num_qo_heads)
-        return Row(Boolean(True), Boolean(False), token, head, Int64(index), step, p.num_splits)
+def grid_row(p: CombineParams, index: Int32) -> Row:
+    """Returns a row of one request, with partials [num_splits, qo_len, num_qo_heads]."""
+    token = index // p.num_qo_heads
+    head, step = index - token * p.num_qo_heads, Int64(p.qo_len) * Int64(p.num_qo_heads)
+    return Row(Boolean(True), Boolean(False), token, head, Int64(index), step, p.num_splits)
 
 
-class MergeRows:
-    """Rows of a batch; partials [slot, num_kv_heads, slot_rows]; those of a merge item and kv head are contiguous."""
-
-    def row(self, p: CombineParams, index: Int32) -> Row:
-        merge_head = index // p.rows_per_merge
-        row = index - merge_head * p.rows_per_merge
-        number = merge_head // p.num_kv_heads
-        kv_head = merge_head - number * p.num_kv_heads
-        address = p.merges + Int64(number) * Int64(4 * MERGE_INTS)
-        words = [word for offset in (0, 16) for word in ptx.ld_global_v4(address, offset)]
-        merge = Merge(*words[: len(Merge._fields)])
-        packed = merge.first_row + row
-        token = packed // p.group
-        step = Int64(p.num_kv_heads) * Int64(p.slot_rows)
-        return Row(
-            exists=packed < merge.qo_len * p.group,
-            last=merge.qo_len == 0,  # empty records come after all others
-            token=merge.qo_start + token,
-            head=kv_head * p.group + packed - token * p.group,
-            first=Int64(merge.first_partial) * step + Int64(kv_head) * Int64(p.slot_rows) + Int64(row),
-            step=step,
-            num_splits=merge.num_splits,
-        )
+def item_row(p: CombineParams, index: Int32) -> Row:
+    """Returns a row of a batch, with partials [slot, num_kv_heads, slot_rows]; those of a merge item and kv head are
+    contiguous.
+    """
+    merge_head = index // p.rows_per_merge
+    row = index - merge_head * p.rows_per_merge
+    number = merge_head // p.num_kv_heads
+    kv_head = merge_head - number * p.num_kv_heads
+    address = p.merges + Int64(number) * Int64(4 * MERGE_INTS)
+    words = [word for offset in (0, 16) for word in ptx.ld_global_v4(address, offset)]
+    merge = Merge(*words[: len(Merge._fields)])
+    packed = merge.first_row + row
+    token = packed // p.group
+    step = Int64(p.num_kv_heads) * Int64(p.slot_rows)
+    return Row(
+        exists=packed < merge.qo_len * p.group,
+        last=merge.qo_len == 0,  # empty records come after all others
+        token=merge.qo_start + token,
+        head=kv_head * p.group + packed - token * p.group,
+        first=Int64(merge.first_partial) * step + Int64(kv_head) * Int64(p.slot_rows) + Int64(row),
+        step=step,
+        num_splits=merge.num_splits,
+    )
 
 
 class CombineProgram(GridProgram):
@@ -108,7 +106,7 @@ class CombineProgram(GridProgram):
         self.spec = spec
         self.block = (32 * WARPS, 1, 1)
         self.smem_bytes = WARPS * spec.head_dim_vo * 4
-        self.rows: GridRows | MergeRows = GridRows() if spec.schedule == "grid" else MergeRows()
+        self.row = grid_row if spec.schedule == "grid" else item_row
         self.pdl = named(arch).pdl
 
     @cute.kernel
@@ -129,7 +127,7 @@ class CombineProgram(GridProgram):
             index, step = index * Int32(WARPS) + warp_index(), step * Int32(WARPS)
         remaining = index < p.num_rows
         while remaining:
-            row = self.rows.row(p, index)
+            row = self.row(p, index)
             if row.exists:
                 self.merge(p, row, shared)
             index = index + step

@@ -124,9 +124,9 @@ class Fp8Program(Fa2Program):
     def warp_tile(self) -> Fp8WarpTile:
         return Fp8WarpTile(self.spec.dtype, self.memory)
 
-    def scale_step(self, p: Fa2Params, work: WorkTile, lanes: Lanes, scale: Float32) -> RowScales:
+    def scale_step(self, p: Fa2Params, work: WorkTile, lanes: Lanes, scales: list[Float32]) -> RowScales:
         """Returns the scales of the thread's rows, which may have any sign."""
-        common, rows = scale * head_scale(p.scale_k, work.kv_head), work.rows(p)
+        common, rows = scales[0] * head_scale(p.scale_k, work.kv_head), work.rows(p)
         layout = self.tile.scores_layout
         scales = [common * head_scale(p.scale_q, rows.head(lanes.row(slot))) for slot in layout.slots]
         return RowScales(layout, lambda: scales)

@@ -43,7 +43,7 @@ from cute_attn.kernels.fa2.parts.kv import (
     TokenRows,
 )
 from cute_attn.kernels.fa2.parts.mma import Lanes, OwnRows, WarpTile
-from cute_attn.kernels.fa2.parts.tile_scheduler import GridSchedule, ItemSchedule, WorkTile
+from cute_attn.kernels.fa2.parts.tile_scheduler import WorkTile, of_grid, of_items
 from cute_attn.kernels.fa2.smem import SharedMemory
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.formats import LINE
@@ -148,8 +148,7 @@ class Fa2Program(AttentionProgram):
         self.spec = spec
         self.memory = SharedMemory.of(spec)
         self.tile = self.warp_tile()
-        kind = GridSchedule if spec.schedule == "grid" else ItemSchedule
-        self.schedule: GridSchedule | ItemSchedule = kind(spec.tile.rows, spec.tile.cols)
+        self.work_tile = of_grid if spec.schedule == "grid" else of_items
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.arch = named(arch)
@@ -162,7 +161,7 @@ class Fa2Program(AttentionProgram):
     def kernel(self, params: Fa2Params) -> None:
         if cutlass.const_expr(self.pdl):
             ptx.grid_dependency_wait()
-        work_tile = self.schedule.work_tile(params)
+        work_tile = self.work_tile(params, self.spec.tile)
         if cutlass.const_expr(self.spec.schedule == "items"):
             if work_tile.qo_len != 0:
                 self.attention(params, work_tile)
@@ -210,7 +209,7 @@ class Fa2Program(AttentionProgram):
             kv=self.make_kv(p, work_tile, team),
             source=self.make_source(base),
             mask=mask,
-            scores=self.scores(p, work_tile, lanes, scale),
+            scores=self.scores(p, work_tile, lanes, [scale for _ in self.tile.scores_layout.slots]),
             products=self.make_products(Float32(ptx.LOG2E) if self.spec.scores else scale, lanes, base),
             rotation=self.make_rotation(p, base),
             order=self.order(p, mask, work_tile),
@@ -271,7 +270,7 @@ class Fa2Program(AttentionProgram):
         self, p: Fa2Params, work_tile: WorkTile, work: Work, base: Int32, out: list[Float32], stats: RowStats
     ) -> None:
         if self.spec.schedule == "items":
-            work_tile = self.schedule.work_tile(p)
+            work_tile = self.work_tile(p, self.spec.tile)
         rows = work_tile.rows(p)
 
         def write(target: Target | Partials, epilogue: FinalEpilogue | PartialEpilogue) -> None:

@@ -10,7 +10,7 @@ An fp8 product accumulates in 14 bits and truncates: a sum over many keys comes 
 O is promoted: added to a sum in shared memory, and restarted.
 
 In the A operand a lane holds four adjacent columns; in the accumulator it holds two of one block of eight and two of
-the next. No registers are shuffled: the columns of P are permuted keys, and `VTranspose` writes V in the same order.
+the next. No registers are shuffled: the columns of P are permuted keys. `VTransposeWarps` write V in their order.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.blocks.scores import MIN_SCALE, RowScales, Scores, row_scale
 from cute_attn.kernels.blocks.softmax import P_DTYPE, P_MAX, PEAK_LOG2, E4m3Softmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.blocks.transform_warps import OperandState, TransformWarps
+from cute_attn.kernels.blocks.transform_warps import OperandState, TransformWarps, WarpLane
 from cute_attn.kernels.fa3.kernel import Fa3Program
 from cute_attn.kernels.fa3.mainloop import MmaWarpgroups, MmaWork, State
 from cute_attn.kernels.fa3.parts.wgmma import (
@@ -43,6 +43,7 @@ from cute_attn.kernels.fa3.smem import Fp8Memory
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.formats import LINE
 
+TRANSPOSE_BARRIER = 9  # named barrier of the transform warps
 SUM_LIMIT = P_MAX  # of a thread's part of a row of P: no element then exceeds e4m3's maximum
 
 
@@ -151,30 +152,39 @@ class Fp8Softmax(E4m3Softmax):
         return SUM_LIMIT
 
 
-@dataclass(frozen=True)
-class VTranspose:
-    """Transpose of V tiles from [key][d], as TMA writes them, to [d][key], by the transform warps.
+class VTransposeWarps(TransformWarps):
+    """Transform warps that transpose V tiles from [key][d], as TMA writes them, to [d][key].
 
     ldmatrix.trans of 16-bit elements gives a lane two adjacent dimensions of two adjacent keys; four such matrices hold
     32 keys. Even and odd dimensions go to lines eight apart, so that the lines of a matrix differ in bank.
     """
 
     memory: Fp8Memory
-    warp: Int32
-    lane: Int32
-    warps: int
-    barrier: int  # named barrier of these warps
 
     @cute.jit
-    def run(self, operand: cutlass.Constexpr, source: Int32, target: Int32) -> None:
+    def transform_query(
+        self, rings: SmemRings, place: WarpLane, at: PipelineState, order: cutlass.Constexpr, valid: Int32
+    ) -> Any:
+        for step in cutlass.range(0, order.total, unroll=1):
+            at = self.make_operand(
+                rings,
+                place,
+                "v",
+                OperandState(at, at),
+                lambda step=step: (cutlass.and_(step == 0, valid < self.spec.tile.cols), valid),
+            ).operand
+        return at
+
+    @cute.jit
+    def convert(self, place: WarpLane, operand: cutlass.Constexpr, source: Int32, target: Int32) -> None:
         """Transposes a tile in blocks of 32 keys by 64 dimensions."""
         memory, pitch = self.memory, self.memory.key_line
-        halves, inner = memory.transposed_dims // 64, self.lane & 7
-        read = source + self.lane * LINE
-        odd, second = (self.lane >> 3) & 1, self.lane >> 4  # of the matrix whose line this lane addresses
+        halves, inner = memory.transposed_dims // 64, place.lane & 7
+        read = source + place.lane * LINE
+        odd, second = (place.lane >> 3) & 1, place.lane >> 4  # of the matrix whose line this lane addresses
         write = target + (odd * 8 + inner) * pitch
         in_line, swizzle = pitch // 32, inner >> (LINE // pitch - 1)
-        for piece in cutlass.range(self.warp, memory.tile.cols // 32 * halves, self.warps, unroll=1):
+        for piece in cutlass.range(place.warp, memory.tile.cols // 32 * halves, self.warps, unroll=1):
             keys, half = piece // halves, piece % halves
             line = read + keys * (32 * LINE) + (half >> 1) * (memory.tile.cols * LINE)
             read_at = line + ((inner ^ ((half & 1) << 2)) << 4)
@@ -187,15 +197,14 @@ class VTranspose:
                 sm90.stmatrix_x4(write_at, i * (16 * pitch), [even[0], uneven[0], even[1], uneven[1]])
 
     @cute.jit
-    def clear(self, operand: cutlass.Constexpr, source: Int32, first: Int32) -> None:
-        """Zeroes keys from `first`: they belong to another request or to none, and 0 * NaN is not 0."""
+    def clear(self, place: WarpLane, operand: cutlass.Constexpr, source: Int32, first: Int32) -> None:
         cols = self.memory.tile.cols
-        thread = self.warp * 32 + self.lane
+        thread = place.warp * 32 + place.lane
         for chunk in cutlass.range(thread, (cols - first) * (LINE // 16), 32 * self.warps, unroll=1):
             for column in cutlass.range_constexpr(self.memory.vo_columns):
                 at = source + first * LINE + chunk * 16
                 ptx.st_shared_v4(at, column * cols * LINE, [Int32(0) for _ in range(4)])
-        tma.named_sync(Int32(self.barrier), 32 * self.warps)
+        tma.named_sync(Int32(TRANSPOSE_BARRIER), 32 * self.warps)
 
 
 @dataclass(frozen=True)
@@ -238,7 +247,6 @@ class NarrowFp8Store(Fp8Store):
 # Keys that the tensor cores accumulate between promotions. Values of mean 2 and deviation 1 come out too small by 1.0 %
 # with 768, by 0.4 % with 384, 2.4 % with 1536, 5 % with 3072; of mean 0.5 by 0.3, 0.1, 0.8 and 1.9 %.
 PROMOTION_KEYS = 768
-TRANSPOSE_BARRIER = 9
 SIGNS = 0x80808080 - (1 << 32)
 
 
@@ -247,29 +255,6 @@ class Fp8Rings(SmemRings):
 
     def record(self, q: PipelineState) -> Int32:
         return super().record(PipelineState(ptx.opaque(q.index_phase)))
-
-
-class VTransposeWarps(TransformWarps):
-    """Transform warps that transpose V."""
-
-    memory: Fp8Memory
-
-    def transform(self, warp: Int32, lane: Int32) -> VTranspose:
-        return VTranspose(self.memory, warp, lane, self.warps, TRANSPOSE_BARRIER)
-
-    @cute.jit
-    def transform_query(
-        self, rings: SmemRings, transform: cutlass.Constexpr, at: PipelineState, order: cutlass.Constexpr, valid: Int32
-    ) -> Any:
-        for step in cutlass.range(0, order.total, unroll=1):
-            at = self.make_operand(
-                rings,
-                transform,
-                "v",
-                OperandState(at, at),
-                lambda step=step: (cutlass.and_(step == 0, valid < self.spec.tile.cols), valid),
-            ).operand
-        return at
 
 
 class Fp8MmaWarpgroups(MmaWarpgroups):
@@ -351,18 +336,18 @@ class Fp8Program(Fa3Program):
     def warpgroup_tile(self, spec: Fa3Spec, memory: Fp8Memory) -> Fp8Tile:
         return Fp8Tile(spec.dtype, memory)
 
-    def softmax(self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, scale: Any) -> Fp8Softmax:
+    def softmax(self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, scales: list[Float32]) -> Fp8Softmax:
         scales = [Float32(ptx.LOG2E)] * 2 if self.spec.scores else self.row_scales(p, work, lanes)
         return Fp8Softmax(self.tile.scores_layout, scales)
 
-    def scale_step(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes, scale: Any) -> RowScales:
+    def scale_step(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes, scales: list[Float32]) -> RowScales:
         if isinstance(lanes, RematerializedLanes):
             return RowScales(self.tile.scores_layout, lambda: self.row_scales(p, work, lanes))
         scales = self.row_scales(p, work, lanes)
         return RowScales(self.tile.scores_layout, lambda: scales)
 
-    def scores(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes, scale: Any) -> Scores:
-        return super().scores(p, work, RematerializedLanes() if self.spec.mask == "packed" else lanes, scale)
+    def scores(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes, scales: list[Float32]) -> Scores:
+        return super().scores(p, work, RematerializedLanes() if self.spec.mask == "packed" else lanes, scales)
 
     def mask(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes) -> BandMask:
         return super().mask(p, work, RematerializedLanes() if self.spec.mask == "packed" else lanes)
@@ -378,7 +363,7 @@ class Fp8Program(Fa3Program):
     @cute.jit
     def prepare_q(
         self, p: AnyParams, work: cutlass.Constexpr, lanes: WarpgroupLanes, q_rows: Int32, scale: Float32
-    ) -> Float32:
+    ) -> list[Float32]:
         """Flips the sign of q rows whose scale is negative, since softmax needs positive scales. wgmma reads the 16
         rows of a warp for that warp alone, so a warp barrier suffices.
         """
@@ -394,4 +379,4 @@ class Fp8Program(Fa3Program):
                         ptx.st_shared_v4(half, offset, [word ^ Int32(SIGNS) for word in words])
             tma.fence_async()
             ptx.sync_warp()
-        return scale
+        return []  # softmax and scores load the scales of their rows

@@ -2,8 +2,6 @@
 operands.
 """
 
-from typing import Any
-
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, tma
@@ -14,11 +12,10 @@ from cute_attn.kernels.blocks.kv_dequant import (
 )
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
-from cute_attn.kernels.blocks.scores import MIN_SCALE, RowScales, score_scale
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax
+from cute_attn.kernels.blocks.scores import score_scale
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa3.kernel import Fa3Program
-from cute_attn.kernels.fa3.parts.wgmma import AnyLanes, WarpgroupLanes, WarpgroupTile
+from cute_attn.kernels.fa3.parts.wgmma import WarpgroupLanes, WarpgroupTile
 from cute_attn.kernels.fa3.smem import Fp8KvMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.formats import LINE
@@ -38,7 +35,7 @@ class Fp8KvProgram(Fa3Program):
     ) -> list[Float32]:
         """Returns a scale per row, after normalizing bf16 rows to fp16."""
         if self.spec.dtype == OPERAND:
-            return [scale, scale]
+            return super().prepare_q(p, work, lanes, q_rows, scale)
         # Computed for every query tile: no register is free to hold it in between.
         scale = score_scale(p)
         inverse = self.normalize(q_rows, lanes)
@@ -57,11 +54,3 @@ class Fp8KvProgram(Fa3Program):
         tma.fence_async()
         ptx.sync_warp()
         return inverse
-
-    def softmax(self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, scale: Any) -> OnlineSoftmax:
-        if self.spec.scores:
-            return super().softmax(p, work, lanes, scale)
-        return OnlineSoftmax(self.tile.scores_layout, [ptx.fmax(x, Float32(MIN_SCALE)) for x in scale])
-
-    def scale_step(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes, scale: Any) -> RowScales:
-        return RowScales(self.tile.scores_layout, lambda: scale)

@@ -19,7 +19,7 @@ from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
 from cute_attn.kernels.blocks.pipeline import SmemRings, WarpRole
 from cute_attn.kernels.blocks.smem import CHUNK
-from cute_attn.kernels.blocks.tile_scheduler import FirstKeyTiles, TileSchedule
+from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.blocks.transform_warps import TransformWarps
 from cute_attn.kernels.fa3.mainloop import MmaWarpgroups
 from cute_attn.kernels.fa3.parts.wgmma import WarpgroupTile
@@ -45,9 +45,9 @@ class Fa3Program(PersistentProgram):
     def warpgroup_tile(self, spec: Fa3Spec, memory: Any) -> WarpgroupTile:
         return WarpgroupTile(spec.dtype, memory)
 
-    def tiles(self) -> TileSchedule:
-        tiles, shape = super().tiles(), self.spec.tile
-        return FirstKeyTiles(tiles) if shape.from_first_key else tiles
+    def query_tile(self, p: AnyParams, index: Int32) -> QueryTile:
+        tile = super().query_tile(p, index)
+        return tile.from_first_key(p) if self.spec.tile.from_first_key else tile
 
     @cute.jit
     def prologue(self, p: AnyParams, rings: SmemRings, thread: Int32) -> None:

@@ -84,9 +84,9 @@ class MmaWarpgroups:
         while head_block >= 0:
             lanes = WarpgroupLanes.of()
             q_rows = rings.q.address(q) + lanes.warpgroup * (WARPGROUP_ROWS * LINE)
-            q_scale = self.program.prepare_q(p, QueryTile.load(rings.record(q)), lanes, q_rows, scale)
+            scales = self.program.prepare_q(p, QueryTile.load(rings.record(q)), lanes, q_rows, scale)
             q_operand = self.tile.q_operand(q_rows)
-            mma = self.mma_work(p, QueryTile.load(rings.record(q)), lanes, q_scale, q_operand)
+            mma = self.mma_work(p, QueryTile.load(rings.record(q)), lanes, scales, q_operand)
             out, shift, total = self.tile.output_layout.zeros(), mma.softmax.no_anchors(), mma.softmax.zero_sums()
             if mma.order.total > 0:
                 self.clear_tail(rings, mma, k)
@@ -104,21 +104,16 @@ class MmaWarpgroups:
             head_block = rings.next_head_block(q)
 
     def mma_work(
-        self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, softmax_scale: Any, q: Any
+        self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, scales: list[Float32], q: Any
     ) -> MmaWork:
         rows, band, order = work.rows(p), work.band(p), self.program.order(p, work)
         return MmaWork(
             lanes=lanes,
-            softmax=self.program.softmax(p, work, lanes, softmax_scale),
-            scores=self.program.scores(p, work, lanes, softmax_scale),
+            softmax=self.program.softmax(p, work, lanes, scales),
+            scores=self.program.scores(p, work, lanes, scales),
             mask=self.program.mask(p, work, lanes),
             order=order,
-            skipped=order.skipped(
-                band.stop(rows.last_token(WARPGROUP_ROWS, lanes.warpgroup * WARPGROUP_ROWS)),
-                rows,
-                lanes.warpgroup * WARPGROUP_ROWS,
-                self.spec.tile.cols,
-            ),
+            skipped=order.skipped(band, rows, lanes.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS, self.spec.tile.cols),
             kv_end=work.kv_end,
             q=q,
         )

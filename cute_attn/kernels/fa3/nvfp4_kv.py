@@ -3,8 +3,6 @@
 fp16 operands are exact, since scales reach 448 and products have six significant bits down to 2^-10.
 """
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -12,19 +10,22 @@ from cutlass import Int32
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.block_scaled_kv import BlockScaledParams, BlockScaledProducer
 from cute_attn.kernels.blocks.dequant import Fp8
-from cute_attn.kernels.blocks.kv_dequant import OPERAND, SWIZZLE_ROWS, DequantWarps, KvDequant
+from cute_attn.kernels.blocks.kv_dequant import OPERAND, SWIZZLE_ROWS, DequantWarps
 from cute_attn.kernels.blocks.smem import CHUNK
+from cute_attn.kernels.blocks.transform_warps import WarpLane
 from cute_attn.kernels.fa3.fp8_kv import Fp8KvProgram
 from cute_attn.kernels.fa3.smem import Nvfp4KvMemory
 from cute_attn.kernels.formats import LINE
 
 
-@dataclass(frozen=True)
-class Nvfp4KvDequant(KvDequant):
-    """Dequantization of NVFP4 K and V."""
+class Nvfp4Warps(DequantWarps):
+    """Transform warps that dequantize NVFP4 K and V."""
+
+    memory: Nvfp4KvMemory
+    clears_tail = False  # scales of 0 do
 
     @cute.jit
-    def run(self, operand: cutlass.Constexpr, source: Int32, target: Int32) -> None:
+    def convert(self, place: WarpLane, operand: cutlass.Constexpr, source: Int32, target: Int32) -> None:
         """Dequantizes a tile. A lane converts chunks of 32 elements: half of a 128-byte line. Four lanes share a row of
         an even number of columns, two any other.
 
@@ -35,14 +36,14 @@ class Nvfp4KvDequant(KvDequant):
         words_per_row, scales_offset = self.memory.scales(operand)
         lanes = 4 if columns % 2 == 0 else 2  # per row
         pieces, step = 2 * columns // lanes, 32 // lanes  # of a row; rows of a warp
-        row, chunk = self.lane // lanes, self.lane % lanes
+        row, chunk = place.lane // lanes, place.lane % lanes
         swap = chunk >> 1
         read = source + row * pitch + chunk * CHUNK + swap * (CHUNK // 2)
         scales = source + scales_offset + row * (4 * words_per_row) + chunk * 2
         line = target + swap * (cols * LINE) + row * LINE
         write = line + (((chunk & 1) * 4 ^ row & (SWIZZLE_ROWS - 1) ^ swap * 2) * CHUNK)
         swapped = (row & 1) * (1 - pieces % 2)
-        for i in cutlass.range(self.warp, cols // step, self.warps, unroll=1):
+        for i in cutlass.range(place.warp, cols // step, self.warps, unroll=1):
             for piece in cutlass.range_constexpr(pieces):
                 moved = piece + swapped * (1 - 2 * (piece % 2)) if cutlass.const_expr(pieces > 1) else Int32(0)
                 at = read + i * (step * pitch) + moved * (lanes * CHUNK)
@@ -59,16 +60,6 @@ class Nvfp4KvDequant(KvDequant):
         both = Fp8(OPERAND, "float8_e4m3fn", native=True).word(ptx.ld_shared_u16(address))[0]
         both = ptx.select(swap == 0, both, ptx.permute(both, both, 0x1032))
         return [ptx.permute(both, both, selector) for selector in (0x1010, 0x3232)]
-
-
-class Nvfp4Warps(DequantWarps):
-    """Transform warps that dequantize NVFP4 K and V."""
-
-    memory: Nvfp4KvMemory
-    clears_tail = False  # scales of 0 do
-
-    def transform(self, warp: Int32, lane: Int32) -> Nvfp4KvDequant:
-        return Nvfp4KvDequant(self.memory, warp, lane, self.warps)
 
 
 class Nvfp4KvProgram(Fp8KvProgram):

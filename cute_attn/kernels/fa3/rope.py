@@ -14,7 +14,7 @@ from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, extended
 from cute_attn.kernels.blocks.pipeline import SmemRings, start
 from cute_attn.kernels.blocks.rope import RotaryTable
 from cute_attn.kernels.blocks.smem import swizzled
-from cute_attn.kernels.blocks.transform_warps import OperandState, TransformWarps
+from cute_attn.kernels.blocks.transform_warps import OperandState, TransformWarps, WarpLane
 from cute_attn.kernels.fa3.kernel import Fa3Program
 from cute_attn.kernels.fa3.parts.wgmma import WARPGROUP_ROWS, WarpgroupLanes
 from cute_attn.kernels.fa3.smem import RopeMemory
@@ -53,11 +53,9 @@ class Rotation(RotaryTable):
         """Rotates the chunks of `row` that this lane has, from the tile at `source` to that at `target`."""
         for first in cutlass.range_constexpr(0, self.pairs, self.lanes):
             chunk = first + lane % self.lanes
-            if cutlass.const_expr(first + self.lanes <= self.pairs):
+            exists = True if first + self.lanes <= self.pairs else chunk < self.pairs
+            if exists:
                 self.rotate_chunks(row, chunk, source, target, tile_rows, position)
-            else:
-                if chunk < self.pairs:
-                    self.rotate_chunks(row, chunk, source, target, tile_rows, position)
 
     def rotate_chunks(
         self, row: Int32, chunk: Int32, source: Int32, target: Int32, tile_rows: int, position: Int32
@@ -69,49 +67,35 @@ class Rotation(RotaryTable):
         ptx.st_shared_v4(target + high, 0, new_high)
 
 
-@dataclass(frozen=True)
-class KRotation:
-    """Rotation of K tiles by one of the transform warps."""
-
-    rotation: Rotation
-    warp: Int32
-    lane: Int32
-    warps: int
-    cols: int
-
-    @cute.jit
-    def run(self, source: Int32, target: Int32, first: Int32) -> None:
-        """Rotates a tile whose row 0 is token `first`."""
-        lanes = self.rotation.lanes
-        rows = 32 // lanes  # of a warp
-        for i in cutlass.range(self.warp, self.cols // rows, self.warps, unroll=1):
-            row = i * rows + self.lane // lanes
-            self.rotation.rotate(self.lane, row, source, target, self.cols, first + row)
-
-
 class RotationWarps(TransformWarps):
     """Transform warps that rotate K."""
 
     program: "RopeProgram"
     memory: RopeMemory
 
-    def transform(self, warp: Int32, lane: Int32) -> KRotation:
-        return KRotation(self.program.rotation, warp, lane, self.warps, self.spec.tile.cols)
-
     def initial_state(self) -> OperandState:
         return OperandState(start(), start())
 
     @cute.jit
     def transform_query(
-        self, rings: SmemRings, transform: cutlass.Constexpr, at: Any, order: cutlass.Constexpr, valid: Int32
+        self, rings: SmemRings, place: WarpLane, at: Any, order: cutlass.Constexpr, valid: Int32
     ) -> Any:
         for step in cutlass.range(0, order.total, unroll=1):
             rings.staged_k.wait_full(at.staged)
             rings.k.wait_empty(at.operand)
             first = order.at(step) * self.spec.tile.cols
-            transform.run(rings.staged_k.address(at.staged), rings.k.address(at.operand), first)
-            at = self.publish(rings, "k", at, transform.lane)
+            self.rotate(place, rings.staged_k.address(at.staged), rings.k.address(at.operand), first)
+            at = self.publish(rings, "k", at, place.lane)
         return at
+
+    @cute.jit
+    def rotate(self, place: WarpLane, source: Int32, target: Int32, first: Int32) -> None:
+        """Rotates a tile whose row 0 is token `first`."""
+        rotation, cols = self.program.rotation, self.spec.tile.cols
+        rows = 32 // rotation.lanes  # of a warp
+        for i in cutlass.range(place.warp, cols // rows, self.warps, unroll=1):
+            row = i * rows + place.lane // rotation.lanes
+            rotation.rotate(place.lane, row, source, target, cols, first + row)
 
 
 class RopeProgram(Fa3Program):
@@ -134,7 +118,7 @@ class RopeProgram(Fa3Program):
     @cute.jit
     def prepare_q(
         self, p: AnyParams, work: cutlass.Constexpr, lanes: WarpgroupLanes, q_rows: Int32, scale: Float32
-    ) -> Float32:
+    ) -> list[Float32]:
         """Rotates this warp's 16 rows of q in place. wgmma reads them for that warp alone: a warp barrier suffices."""
         rotation, rows, shift = self.rotation, work.rows(p), work.kv_len - work.qo_len
         per_pass = 32 // rotation.lanes
@@ -144,4 +128,4 @@ class RopeProgram(Fa3Program):
             rotation.rotate(lanes.lane, row, q_rows, q_rows, self.spec.tile.rows, position)
         tma.fence_async()
         ptx.sync_warp()
-        return scale
+        return [scale for _ in self.tile.scores_layout.slots]

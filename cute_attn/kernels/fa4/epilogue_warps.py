@@ -13,11 +13,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
-from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, RowStats, Target
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, WarpRole, start
-from cute_attn.kernels.blocks.register_layout import RowLayout
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
@@ -38,24 +37,23 @@ class RowStore:
     gives them, and their lse.
     """
 
-    layout: RowLayout
     lanes: RowLanes
     rows: PackedRows
     target: Target | Partials
     epilogue: FinalEpilogue | PartialEpilogue
 
     @cute.jit
-    def write_lse(self, shift: list[Float32], total: list[Float32]) -> Float32:
+    def write_lse(self, shift: Float32, total: Float32) -> Float32:
         """Stores the lse of the thread's row, from what softmax leaves; returns the factor for the row's output."""
-        row, stats = self.lanes.row(0), RowStats.of(self.layout, shift, total)
-        factor, lse = self.epilogue.row(stats.maximum[0], stats.total[0], self.rows.head(row))
+        row = self.lanes.row(0)
+        factor, lse = self.epilogue.row(Float32(0.0) - shift, total, self.rows.head(row))
         if self.rows.exists(row):
             self.target.store_lse(self.rows, row, lse)
         return factor
 
     @cute.jit
     def write_columns(self, first: cutlass.Constexpr, values: list[Float32], factor: Float32) -> None:
-        """Stores the layout's columns, or fewer, to the output's columns from `first`; all multiples of eight.
+        """Stores `COLUMNS` columns, or fewer, to the output's columns from `first`; all multiples of eight.
 
         Rows of `out` need not start at multiples of 32 bytes, where the hardware would take 32 bytes at a time.
         """
@@ -203,13 +201,13 @@ class EpilogueWarps:
             output = tile.ring.next(output)
         return output
 
-    def read_stats(self, ring: Ring, stats: PipelineState, lanes: RowLanes) -> tuple[list[Float32], list[Float32]]:
+    def read_stats(self, ring: Ring, stats: PipelineState, lanes: RowLanes) -> tuple[Float32, Float32]:
         """Waits for what softmax leaves of the thread's row: negated maximum and sum."""
         ring.wait_full(stats)
         shift, total = ptx.ld_shared_v2_f32(ring.address(stats) + lanes.lane_row * 8)
         ptx.sync_warp()
         ring.release(stats, lanes.lane)
-        return [shift], [total]
+        return shift, total
 
     @cute.jit
     def write(
@@ -217,11 +215,11 @@ class EpilogueWarps:
         tile: cutlass.Constexpr,
         target: cutlass.Constexpr,
         epilogue: cutlass.Constexpr,
-        shift: list[Float32],
-        total: list[Float32],
+        shift: Float32,
+        total: Float32,
     ) -> None:
         """Writes lse and output."""
-        store = RowStore(RowLayout(COLUMNS), tile.lanes, tile.work.rows(tile.p), target, epilogue)
+        store = RowStore(tile.lanes, tile.work.rows(tile.p), target, epilogue)
         factor = store.write_lse(shift, total)
         if cutlass.const_expr(tile.staging is not None and isinstance(target, Target)):
             if tile.whole:

@@ -160,7 +160,7 @@ class Fp8Program(Fa4Program):
     def umma_tile(self, spec: Fa4Spec, memory: Fp8Memory) -> Fp8Tile:
         return Fp8Tile(spec.dtype, memory)
 
-    def softmax(self, p: PersistentParams, work: QueryTile, lanes: RowLanes, scale: Any) -> Fp8Softmax:
+    def softmax(self, p: PersistentParams, work: QueryTile, lanes: RowLanes, scales: list[Float32]) -> Fp8Softmax:
         log2_scale = Float32(ptx.LOG2E)
         if not self.spec.scores:
             log2_scale = self.scale(p, work, lanes)
@@ -168,7 +168,7 @@ class Fp8Program(Fa4Program):
             log2_scale = ptx.select(small, Float32(MIN_SCALE), log2_scale)
         return Fp8Softmax(self.tile.scores_layout, [log2_scale], Fp8Exp2(self.spec.tile.polynomial))
 
-    def scale_step(self, p: PersistentParams, work: QueryTile, lanes: RowLanes, scale: Any) -> RowScales:
+    def scale_step(self, p: PersistentParams, work: QueryTile, lanes: RowLanes, scales: list[Float32]) -> RowScales:
         scales = [self.scale(p, work, lanes)]
         return RowScales(self.tile.scores_layout, lambda: scales)
 

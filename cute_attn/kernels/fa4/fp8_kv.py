@@ -6,7 +6,8 @@ transform warps        K0' K1' V0' K2' V1' ...
 MMA warp                   S0 S1 | O0 += P0 V0', S0' | ...
 """
 
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -19,12 +20,8 @@ from cute_attn.kernels.blocks.kv_dequant import (
 )
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, WarpRole
-from cute_attn.kernels.blocks.scores import MIN_SCALE, RowScales
 from cute_attn.kernels.blocks.smem import CHUNK
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax
-from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.kernel import Fa4Program
-from cute_attn.kernels.fa4.parts.exp2 import PairExp2
 from cute_attn.kernels.fa4.parts.umma import RowLanes, UmmaTile
 from cute_attn.kernels.fa4.smem import Fp8KvMemory
 from cute_attn.kernels.fa4.softmax_warps import WARPS, SoftmaxWarps
@@ -39,8 +36,7 @@ class NormalizingSoftmax(SoftmaxWarps):
 
     def role(self, i: int) -> WarpRole:
         role = super().role(i)
-        fills = {"normalized": WARPS} if self.spec.normalizes_q else {}
-        return WarpRole(role.name, role.warps, {**role.fills, **fills}, role.reads, role.reads_records)
+        return replace(role, fills={**role.fills, "normalized": WARPS}) if self.spec.normalizes_q else role
 
     def prepare_q(self, rings: SmemRings, q: PipelineState, lanes: RowLanes, scale: Float32) -> Float32:
         if self.spec.normalizes_q:
@@ -87,12 +83,3 @@ class Fp8KvProgram(Fa4Program):
 
     def run_spare_warp(self, params: PersistentParams, rings: SmemRings, warp: Int32) -> None:
         self.transform.run(params, rings, cute.arch.thread_idx()[0] - 32)
-
-    def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
-        if self.spec.scores:
-            return super().softmax(p, work, lanes, scale)
-        scales = [ptx.fmax(scale, Float32(MIN_SCALE))]
-        return OnlineSoftmax(self.tile.scores_layout, scales, PairExp2(self.spec.tile.polynomial))
-
-    def scale_step(self, p: PersistentParams, work: QueryTile, lanes: RowLanes, scale: Any) -> RowScales:
-        return RowScales(self.tile.scores_layout, lambda: [scale])

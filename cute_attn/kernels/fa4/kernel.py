@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import GridConstant, Int32
+from cutlass import Float32, GridConstant, Int32
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
@@ -41,7 +41,7 @@ from cute_attn.kernels.fa4.parts.umma import BlackwellRings, RowLanes, TmemMap, 
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.softmax_warps import SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec
-from cute_attn.kernels.fa4.tail_warp import PairTailWarp, TailWarp
+from cute_attn.kernels.fa4.tail_warp import TailWarp
 
 TAIL_WARP, MMA_WARP = 2, 3
 
@@ -61,7 +61,7 @@ class Fa4Program(PersistentProgram):
         tile = self.umma_tile(spec, memory)
         super().__init__(spec, memory, tile, CtaPair() if pairs else ONE_CTA)
         self.rings_type = PairRings if pairs else BlackwellRings
-        self.tail = (PairTailWarp if pairs else TailWarp)(self, spec, memory)
+        self.tail = TailWarp(self, spec, memory)
         self.mma = (TwoTileMmaWarp if spec.tile.query_tiles == 2 else OneTileMmaWarp)(self, spec, tile)
         self.softmax_warps = self.softmax_warps_type(self, spec, tile)
         self.epilogue = EpilogueWarps(self, spec, tile)
@@ -135,8 +135,8 @@ class Fa4Program(PersistentProgram):
         if cute.arch.make_warp_uniform(thread >> 5) == MMA_WARP:
             sm100.deallocate(ptx.ld_shared_b32(rings.scratch["tmem"]), sm100.TMEM_COLUMNS, self.spec.tile.ctas)
 
-    def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
-        softmax = super().softmax(p, work, lanes, scale)
+    def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scales: list[Float32]) -> OnlineSoftmax:
+        softmax = super().softmax(p, work, lanes, scales)
         return replace(softmax, exp2=PairExp2(self.spec.tile.polynomial))
 
     def alibi_step(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> RowAlibi:

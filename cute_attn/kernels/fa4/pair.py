@@ -146,3 +146,10 @@ class CtaPair(OneCta):
 
     def scheduler(self, counters: Int64, thread: Int32, rings: SmemRings) -> DynamicTileScheduler:
         return PairTileScheduler(counters, thread, rings.by_name["next"])
+
+    def clear(self, shared: Int32, offset: int) -> None:
+        for cta in range(CTAS):
+            cluster.st_shared_v4(cluster.in_cta(shared, cta), offset, [Int32(0) for _ in range(4)])
+
+    def fence_async(self) -> None:
+        cluster.fence_async()

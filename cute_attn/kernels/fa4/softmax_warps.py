@@ -76,9 +76,9 @@ class SoftmaxWarps:
         head_block = rings.next_head_block(q)
         while head_block >= 0:
             work, lanes = QueryTile.load(rings.record(q)), RowLanes.of(query_tile, self.spec.tile.ctas)
-            row_scale = self.prepare_q(rings, q, lanes, scale)
+            scales = [self.prepare_q(rings, q, lanes, scale)]
             rings.q.release(q, lanes.lane)
-            context = self.context(p, rings, work, lanes, row_scale, tmem)
+            context = self.context(p, rings, work, lanes, scales, tmem)
             s, state = self.mainloop(ring, context, s)
             self.publish(stats_ring, stats, state, RowLanes.of(query_tile, self.spec.tile.ctas))
             q, stats = rings.q.next(q), stats_ring.next(stats)
@@ -103,14 +103,14 @@ class SoftmaxWarps:
         rings: SmemRings,
         work: QueryTile,
         lanes: RowLanes,
-        scale: Any,
+        scales: list[Float32],
         tmem: TmemMap,
     ) -> SoftmaxContext:
         order = self.program.order(p, work)
         steps = KvSteps.of(p, work, order, self.spec.tile)
         return SoftmaxContext(
-            softmax=self.program.softmax(p, work, lanes, scale),
-            scores=self.program.scores(p, work, lanes, scale),
+            softmax=self.program.softmax(p, work, lanes, scales),
+            scores=self.program.scores(p, work, lanes, scales),
             mask=self.program.mask(p, work, lanes),
             order=order,
             first=self.of_tile(lanes.query_tile, steps.first),

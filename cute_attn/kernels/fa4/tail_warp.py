@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from cute_attn.kernels.blocks import cluster, ptx, tma
+from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.masks import TileOrder
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
@@ -17,7 +17,7 @@ from cute_attn.kernels.formats import LINE
 
 class TailWarp:
     """Role of the warp that zeroes rows of the last V tile that belong to another request or to none: 0 * NaN is not 0.
-    That tile comes first.
+    That tile comes first. Of a pair only the leader sees that V has arrived, and its warp clears both halves.
 
     Tensor maps of a single request end with its keys, so that TMA fills in zeros; gathered rows are zeros too.
     """
@@ -37,7 +37,7 @@ class TailWarp:
             work = QueryTile.load(rings.record(q))
             order = self.program.order(p, work)
             rings.q.release(q, lane)
-            if self.is_due(order, work):
+            if cutlass.and_(ends_inside(order, work, cols), self.program.cta.leads()):
                 ring.wait_empty(tail)
                 # With one stage, the V tile before may be in flight still, which has the parity of this one's wait.
                 rings.v.wait_empty(v)
@@ -50,44 +50,19 @@ class TailWarp:
             q = rings.q.next(q)
             head_block = rings.next_head_block(q)
 
-    def is_due(self, order: TileOrder, work: QueryTile) -> Boolean:
-        """Whether this warp clears the first V tile of a work item."""
-        return ends_inside(order, work, self.spec.tile.cols)
-
     @cute.jit
     def clear(self, slot: Int32, valid: Int32, lane: Int32) -> None:
         """Zeroes the rows of a V tile from `valid`."""
         cols = self.spec.tile.cols
         for chunk in cutlass.range(lane, (cols - valid) * (LINE // 16), 32, unroll=1):
             for column in cutlass.range_constexpr(self.memory.loaded("v").columns):
-                self.store_zeros(slot + valid * LINE + chunk * 16, column * cols * LINE)
-        self.fence()
-
-    def store_zeros(self, address: Int32, offset: int) -> None:
-        ptx.st_shared_v4(address, offset, [Int32(0) for _ in range(4)])
-
-    def fence(self) -> None:
-        """Orders the zeros before the products."""
-        tma.fence_async()
+                self.program.cta.clear(slot + valid * LINE + chunk * 16, column * cols * LINE)
+        self.program.cta.fence_async()
 
     def after(self, rings: SmemRings, v: PipelineState, tiles: Int32) -> PipelineState:
         """Returns the pipeline state `tiles` later."""
         period = 2 * rings.v.stages
         return PipelineState((v.index_phase + tiles) % period)
-
-
-class PairTailWarp(TailWarp):
-    """The same in a pair: only the leader sees that V has arrived, and its warp clears both halves."""
-
-    def is_due(self, order: TileOrder, work: QueryTile) -> Boolean:
-        return cutlass.and_(super().is_due(order, work), self.program.cta.leads())
-
-    def store_zeros(self, address: Int32, offset: int) -> None:
-        for cta in range(self.spec.tile.ctas):
-            cluster.st_shared_v4(cluster.in_cta(address, cta), offset, [Int32(0) for _ in range(4)])
-
-    def fence(self) -> None:
-        cluster.fence_async()
 
 
 def ends_inside(order: TileOrder, work: QueryTile, cols: int) -> Boolean:

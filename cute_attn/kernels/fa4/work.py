@@ -24,11 +24,8 @@ class KvSteps:
 
     @classmethod
     def of(cls, p: PersistentParams, work: QueryTile, order: TileOrder, tile: BlackwellTile) -> "KvSteps":
-        rows, band, first = work.rows(p), work.band(p), []
-        for i in range(tile.query_tiles):
-            row = Int32(i * tile.product_rows)
-            stop = band.stop(rows.last_token(tile.product_rows, row))
-            first.append(order.skipped(stop, rows, row, tile.cols))
+        rows, band, count = work.rows(p), work.band(p), tile.product_rows
+        first = [order.skipped(band, rows, Int32(i * count), count, tile.cols) for i in range(tile.query_tiles)]
         return cls(order, tuple(first))
 
 

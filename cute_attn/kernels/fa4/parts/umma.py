@@ -63,7 +63,7 @@ class UmmaTile:
         descriptor = sm100.instruction_descriptor(shape.product_rows, shape.cols, self.dtype, self.dtype)
         q_rows = sm100.matrix_descriptor(q + Int32(query_tile * QUERY_TILE_ROWS * LINE))
         k_rows = sm100.matrix_descriptor(k)
-        sm100.mma_smem(sm100.kind_of(self.dtype), tmem, q_rows, k_rows, descriptor, steps, elected, self.ctas)
+        sm100.mma(sm100.kind_of(self.dtype), tmem, q_rows, k_rows, descriptor, steps, elected, self.ctas)
 
     def accumulate(self, o: Int32, p: Int32, v: Int32, accumulate: Boolean | bool, elected: Int32) -> None:
         """Starts O (+)= P V, from P in tensor memory and a slot of V, which is MN-major as stored."""
@@ -72,17 +72,8 @@ class UmmaTile:
         descriptor = sm100.instruction_descriptor(
             self.memory.tile.product_rows, self.output_columns, self.p_dtype, self.dtype, b_mn_major=True
         )
-        sm100.mma_tmem(
-            sm100.kind_of(self.dtype),
-            o,
-            p,
-            sm100.matrix_descriptor(v, cols * LINE),
-            descriptor,
-            steps,
-            accumulate,
-            elected,
-            self.ctas,
-        )
+        v_rows = sm100.matrix_descriptor(v, cols * LINE)
+        sm100.mma(sm100.kind_of(self.dtype), o, p, v_rows, descriptor, steps, elected, self.ctas, accumulate)
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
         """Packs P: columns of tensor memory with two keys each."""

@@ -96,7 +96,7 @@ class MmaWarp:
                 q_column = piece * piece_bytes // line + column
                 steps.append((column * spec.cols * line + within, q_column * columns * line + within))
             a, b = (sm100.matrix_descriptor(x, line=line) for x in (kv.address(ring_state), q.address(state.q)))
-            sm100.mma_smem(self.kind, target, a, b, descriptor, steps, context.elected, accumulate=piece > 0)
+            sm100.mma(self.kind, target, a, b, descriptor, steps, context.elected, accumulate=piece > 0)
             context.commit(kv.empty(ring_state))
             ring_state = kv.next(ring_state)
         context.commit(s.full(state.s))
@@ -119,7 +119,7 @@ class MmaWarp:
             target = context.tmem + Int32(self.memory.output_column + piece * columns)
             a = sm100.matrix_descriptor(kv.address(ring_state), spec.cols * spec.line, spec.line)
             b = sm100.matrix_descriptor(p.address(state.p), spec.cols * LINE)
-            sm100.mma_smem(self.kind, target, a, b, descriptor, steps, context.elected, accumulate=accumulate)
+            sm100.mma(self.kind, target, a, b, descriptor, steps, context.elected, accumulate=accumulate)
             context.commit(kv.empty(ring_state))
             ring_state = kv.next(ring_state)
         context.commit(p.empty(state.p))

@@ -190,16 +190,18 @@ class SoftmaxWarps:
 
     def scores(self, context: SoftmaxContext, s: PipelineState) -> list[Float32]:
         """Loads this token's scores; the terms of Q have columns of their own."""
-        rows, size, terms = self.spec.rows, self.chunk_columns, range(self.spec.q_terms)
         at = context.tmem + context.shared.by_name["s"].slot(s) * self.memory.score_columns
-        x: list[Float32] = []
-        for first in self.chunks:
-            loaded = sm100.wait_loads([y for term in terms for y in sm100.load_columns(at, term * rows + first, size)])
-            chunk = loaded[:size]
-            for term in terms[1:]:
-                chunk = self.add(chunk, loaded[term * size : (term + 1) * size])
-            x += chunk
-        return x
+        return [x for first in self.chunks for x in self.load_sum(at, first, self.chunk_columns, self.spec.q_terms)]
+
+    def load_sum(self, address: Int32, first: int, size: int, terms: int) -> list[Float32]:
+        """Loads `size` columns from `first`, the sums of as many terms, which have `rows` columns each."""
+        offsets = (term * self.spec.rows + first for term in range(terms))
+        loads = [sm100.load_columns(address, offset, size) for offset in offsets]
+        loaded = sm100.wait_loads([x for load in loads for x in load])
+        values = loaded[:size]
+        for i in range(size, len(loaded), size):
+            values = self.add(values, loaded[i : i + size])
+        return values
 
     def shifts(self, shared: Rings, state: SoftmaxState, first: int) -> list[Float32]:
         """Returns the negated anchors of four columns."""
@@ -330,13 +332,8 @@ class SoftmaxWarps:
 
     def outputs(self, context: SoftmaxContext, piece: int, first: int) -> list[Float32]:
         """Loads columns of O^T; the terms of P have columns of their own."""
-        at, size = context.tmem + Int32(self.memory.output_column + piece * self.memory.output_columns), OUTPUT_COLUMNS
-        loads = [sm100.load_columns(at, term * self.spec.rows + first, size) for term in range(self.spec.p_terms)]
-        loaded = sm100.wait_loads([x for load in loads for x in load])
-        values = loaded[:size]
-        for i in range(size, len(loaded), size):
-            values = self.add(values, loaded[i : i + size])
-        return values
+        at = context.tmem + Int32(self.memory.output_column + piece * self.memory.output_columns)
+        return self.load_sum(at, first, OUTPUT_COLUMNS, self.spec.p_terms)
 
     @cute.jit
     def publish_zeros(self, shared: cutlass.Constexpr) -> None:
