@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cute_attn.cli import specs
 from cute_attn.errors import ArgumentError
@@ -72,26 +72,32 @@ def add_request(parser: argparse.ArgumentParser, **defaults: int) -> None:
     parser.add_argument("--pos-encoding-mode", default="NONE", help="NONE (default), ROPE_LLAMA or ALIBI")
 
 
+Launches = Sequence[tuple[KernelSpec, tuple[int, int, int]]]
+
+
+class Asked(NamedTuple):
+    """What selection is asked, and of the family that it chooses: the schedule in words, kernels and grids."""
+
+    features: Features
+    load: Load
+    title: str
+    planned: Callable[[Any], tuple[str, Launches]]
+
+
 def run(options: argparse.Namespace) -> int:
+    arch, sms = target(options)
+    batch = any(value is not None for value in (options.batch, options.qo_lens, options.kv_lens, options.page_size))
+    return answer(options, arch, sms, (of_batch if batch else of_request)(options, arch, sms))
+
+
+def of_request(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> Asked:
+    """Returns a request, as the functions without a plan run it."""
     from cute_attn.dispatch import select
 
-    arch, sms = target(options)
-    if any(value is not None for value in (options.batch, options.qo_lens, options.kv_lens, options.page_size)):
-        return run_batch(options, arch, sms)
     problem = problem_of(make_call(options), on_gpu=arch is not None)
-    features = problem.features
     load = select.load_of(problem.settings, problem.qo_len)
-    title = f"qo_len {problem.qo_len}, kv_len {problem.kv_len} on {sms} multiprocessors of {arch and arch.name}"
-
-    def launches() -> Planned:
-        assert arch is not None
-        return "", launches_of(problem, arch, sms)
-
-    return answer(options, features, arch, load, title, launches)
-
-
-Launches = Sequence[tuple[KernelSpec, tuple[int, int, int]]]
-Planned = tuple[str, Launches]  # the schedule in words, and kernels and grids
+    title = f"qo_len {problem.qo_len}, kv_len {problem.kv_len}"
+    return Asked(problem.features, load, title, lambda family: ("", family.launches(problem, arch, sms)))
 
 
 def problem_of(call: Call, on_gpu: bool) -> Problem:
@@ -114,23 +120,17 @@ def launches_of(problem: Problem, arch: archs.Arch, sms: int) -> Launches:
     return FAMILIES[select.choose(problem.features, "auto", arch, load).name].launches(problem, arch, sms)
 
 
-def answer(
-    options: argparse.Namespace,
-    features: Features,
-    arch: archs.Arch | None,
-    load: Load,
-    title: str,
-    launches: Callable[[], Planned],
-) -> int:
+def answer(options: argparse.Namespace, arch: archs.Arch | None, sms: int, asked: Asked) -> int:
     """Prints verdicts, and where a backend of a GPU takes the problem what it would run; returns the exit code."""
     from cute_attn.dispatch import explain, select
+    from cute_attn.dispatch.families import FAMILIES
 
-    found = explain.verdicts(features, arch, load)
+    found = explain.verdicts(asked.features, arch, asked.load)
     chosen = next((each.backend for each in found if each.verdict == explain.CHOSEN), None)
-    schedule, planned = launches() if chosen is not None and arch is not None else ("", [])
+    schedule, planned = asked.planned(FAMILIES[chosen]) if chosen and arch is not None else ("", [])
     if options.json:
         document = {
-            "problem": select.title(features, arch),
+            "problem": select.title(asked.features, arch),
             "chosen": chosen,
             "backends": [
                 {
@@ -147,9 +147,9 @@ def answer(
         }
         print(json.dumps(document, indent=1))
     else:
-        print(explain.text(features, arch, load))
-        if planned or schedule:
-            print(f"\n{title}:")
+        print(explain.text(asked.features, arch, asked.load))
+        if arch is not None and (planned or schedule):
+            print(f"\n{asked.title} on {sms} multiprocessors of {arch.name}:")
             print("\n".join(filter(None, (schedule, specs.launched(planned, options.specs)))))
     return 0 if chosen is not None else 1
 
@@ -188,33 +188,25 @@ def make_call(options: argparse.Namespace) -> Call:
 # ---- batches: what a wrapper would plan
 
 
-def run_batch(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> int:
-    """Exit codes as those of single requests."""
+def of_batch(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> Asked:
+    """Returns a batch, as a wrapper plans it."""
     from cute_attn.dispatch import select
-    from cute_attn.dispatch.families import FAMILIES
     from cute_attn.problem import BatchLimits
-    from cute_attn.schedule import batch as batch_schedule
+    from cute_attn.schedule.batch import typical_qo_len
 
-    batch = tokens(options)
-    q_len = newest(options, batch)
+    lengths = tokens(options)
+    q_len = newest(options, lengths)
     settings = described(options, q_len is not None, on_gpu=arch is not None)
     limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=q_len)
-    features = settings.features
-    qo_len = q_len or batch_schedule.typical_qo_len(batch, limits)
-    load = select.load_of(settings, qo_len, batch.batch_size)
-    keys = f"{batch.total_kv} keys"
-    where = f"{keys} in pages of {options.page_size}" if options.page_size else keys
-    on = f"on {sms} multiprocessors of {arch and arch.name}"
+    load = select.load_of(settings, q_len or typical_qo_len(lengths, limits), lengths.batch_size)
 
-    def launches() -> Planned:
-        assert arch is not None
-        backend = select.choose(features, "auto", arch, load)
-        plan, found = FAMILIES[backend.name].batch_launches(settings, batch, limits, arch, sms)
+    def planned(family: Any) -> tuple[str, Launches]:
+        plan, found = family.batch_launches(settings, lengths, limits, arch, sms)
         return schedule(plan) if plan else "  no schedule: CTAs find equal shares of all keys", found
 
-    count = f"{_count(batch.batch_size, 'request')}, {_count(batch.rows, 'query token')}"
-    title = f"{count}, {where} {on}"
-    return answer(options, features, arch, load, title, launches)
+    pages = f" in pages of {options.page_size}" if options.page_size else ""
+    title = f"{_count(lengths.batch_size, 'request')}, {_count(lengths.rows, 'query token')}"
+    return Asked(settings.features, load, f"{title}, {lengths.total_kv} keys{pages}", planned)
 
 
 def schedule(plan: BatchSchedule[object]) -> str:
