@@ -162,12 +162,6 @@ def test_verification(name: str, causal: bool, q_lens: tuple[int, ...], device: 
     assert_close(out.view(tokens.q.shape), tokens.expected(SCALE, causal=True, keep=keep)[0])
 
 
-@pytest.mark.parametrize("dim", [64, 256])
-def test_head_dimensions_of_xqa(dim: int, device: str) -> None:
-    tokens = Tokens(dataclasses.replace(DECODE, dim=dim), device)
-    assert_close(XQA["vllm-xqa-NHD"](tokens), tokens.expected(SCALE)[0])
-
-
 @EVERY
 def test_captured_decode(name: str, device: str) -> None:
     """Lengths, tables and tokens change in place; padded requests have no keys."""
@@ -199,18 +193,6 @@ def test_decode_over_shards_of_the_keys(device: str) -> None:
         expected = shard.expected(SCALE, sinks=sinks, v_scale=1.5)
         assert_close(found[0], expected[0])
         assert_lse(lse, expected[1])
-
-
-def test_split_by_length(device: str) -> None:
-    """Requests sorted by length in groups, each a call into a part of the output."""
-    tokens = Tokens(DECODE, device)
-    whole = torch.empty_like(tokens.q)
-    order = torch.argsort(tokens.seq_lens)
-    for indices in torch.tensor_split(order, 2):
-        parts = {"query": tokens.q, "block_tables": tokens.block_tables(8), "seq_lens": tokens.seq_lens}
-        group = SGLANG(tokens, **{name: x.index_select(0, indices) for name, x in parts.items()})
-        whole.index_copy_(0, indices, group)
-    assert_close(whole, tokens.expected(SCALE)[0])
 
 
 def test_what_is_refused_by_name(device: str) -> None:
