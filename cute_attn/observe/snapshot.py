@@ -113,14 +113,8 @@ class Snapshot:
     def index(self) -> list[dict[str, Any]]:
         """Returns what JSON says about the memory."""
         return [
-            {
-                "bytes": m.num_bytes,
-                "address": m.start % ALIGNMENT,
-                "device": m.device,
-                "names": m.names,
-                "left_out": m.why,
-            }
-            | {"stored": m.data is not None, "zeros": m.zeros}
+            {"bytes": m.num_bytes, "address": m.start % ALIGNMENT, "device": m.device, "names": m.names}
+            | {"stored": m.data is not None, "zeros": m.zeros, "left_out": m.why}
             for m in self.memories
         ]
 
