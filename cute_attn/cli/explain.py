@@ -244,12 +244,12 @@ def _count(number: int, noun: str) -> str:
 
 
 def tokens(options: argparse.Namespace) -> BatchLengths:
-    """Lengths of the requests, checked as a plan checks them."""
+    """Lengths of the requests."""
     import numpy as np
-    import torch
 
+    from cute_attn.problem import BatchLengths
     from cute_attn.request import batch_plan, checks
-    from cute_attn.request.index_arrays import IndexArrays, bounds, last_page_len
+    from cute_attn.request.index_arrays import bounds, last_page_len
     from cute_attn.request.settings import MAX_KV_LEN
 
     qo_lens, kv_lens = (_lengths(options, name) for name in ("qo_lens", "kv_lens"))
@@ -261,14 +261,12 @@ def tokens(options: argparse.Namespace) -> BatchLengths:
         if len(lengths) != count:
             raise ArgumentError(f"{name} must have a length for each of {count} requests, got {len(lengths)}")
         checks.each_within(name, np.array(lengths), MAX_KV_LEN)
-    kv_len, q_bounds = np.array(kv_lens), torch.from_numpy(bounds(np.array(qo_lens)))
+    kv_len, q_bounds = np.array(kv_lens), bounds(np.array(qo_lens))
     if options.page_size is None:
-        return IndexArrays(("qo_indptr", "kv_indptr"), q_bounds, torch.from_numpy(bounds(kv_len))).on_host()
+        return BatchLengths(q_bounds, bounds(kv_len), kv_len)
     size = batch_plan.count("page_size", options.page_size)
     pages = -(-kv_len // size)
-    arrays = bounds(pages), np.arange(pages.sum()), last_page_len(kv_len, pages, size)
-    kv_bounds, indices, last = map(torch.from_numpy, arrays)
-    return IndexArrays(("--qo-lens", *["--kv-lens"] * 3), q_bounds, kv_bounds, indices, last, size).on_host()
+    return BatchLengths(q_bounds, bounds(pages), kv_len, last_page_len=last_page_len(kv_len, pages, size))
 
 
 def _lengths(options: argparse.Namespace, name: str) -> list[int] | None:
