@@ -205,21 +205,6 @@ def test_empty_batches(rows: int, cum_q: list[int], lens: list[int], paged: bool
 
 
 @pytest.mark.usefixtures("_on_cpu")
-def test_the_lse_is_what_context_parallel_merges() -> None:
-    """Results over two halves of the keys, merged by torch's own code, are those over all keys."""
-    attention = pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._attention")
-    q, k, v = by_heads(HEADS, 5), by_heads(HEADS, 12), by_heads(HEADS, 12)
-    merger = attention._SDPAMerger(True, seq_dim=2)
-    for half in (slice(0, 4), slice(4, 12)):
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k[:, :, half], v[:, :, half])
-        merger.step(out, lse, False)
-    out, lse = merger.results()
-    want, want_lse = expected(q, k, v, False)
-    torch.testing.assert_close(out.double(), want, **TOLERANCE)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.usefixtures("_on_cpu")
 def test_compiled() -> None:
     def function(q: Any, k: Any, v: Any) -> Any:
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0] + 1

@@ -255,6 +255,7 @@ def test_a_folder_that_becomes_no_bundle_is_refused_before_anything_is_compiled(
     with pytest.raises(ArtifactError, match=r"no bundle written: .*manifest\.json is not one of a bundle"):
         artifacts.write_bundle(tmp_path, {ARCH: [SPEC]}, toy_program)
     assert compiles(tmp_path) == 0
+    assert (tmp_path / "manifest.json").read_text() == "{}"
 
 
 # ---- what is in the cache
