@@ -2,21 +2,19 @@
 
 Written after reading vLLM's `v1/attention/backends/flashinfer.py`, SGLang's `srt/layers/attention/
 trtllm_mha_backend.py`, and what shares its calls: sparse decode and the diffusion models. Workspaces are zeroed and
-shared; lengths and block tables are on the device. At the end, a form of FlashInfer's tests.
+shared; lengths and block tables are on the device.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-import cute_attn
 from cute_attn import decode, prefill, utils
 from tests.support.engine_case import (
     BF16,
@@ -349,38 +347,3 @@ def test_a_chunk_of_the_context_of_latent_attention(device: str) -> None:
     assert_close(out, expected[0])
     assert_lse(lse, expected[1])
     assert not out[7].any()
-
-
-# ---- XQA itself
-
-
-@pytest.mark.parametrize("words", [12, 2 << 20], ids=["few", "8MiB"])
-@pytest.mark.parametrize("q_len", [1, 3])
-def test_xqa_itself(words: int, q_len: int, device: str) -> None:
-    """`cute_attn.xqa` is the function and the module, as in FlashInfer; its semaphores may be few."""
-    tokens = Tokens(Batch((q_len,) * 2, (33, 70)), device)
-    shape = (2, 1, 4, 128) if q_len == 1 else (2, 1, q_len, 4, 128)
-    q, output = tokens.q.view(shape), torch.empty(shape, dtype=BF16, device=device)
-    mask = None if q_len == 1 else draft_mask([q_len] * 2, q_len, True).view(2, q_len, 2).to(device)
-    for function in (cute_attn.xqa, cute_attn.xqa.xqa):
-        output.fill_(7.0)
-        function(
-            q,
-            *tokens.caches("HND"),
-            tokens.block_tables(8),
-            tokens.seq_lens.to(torch.uint32)[:, None],
-            output,
-            workspace(device, 32),
-            torch.zeros(words, dtype=torch.uint32, device=device),
-            2,
-            16,
-            sinks=torch.tensor(SINKS, device=device).view(2, 2),
-            q_scale=SCALE * math.sqrt(128),
-            kv_scale=1.0,
-            sliding_win_size=0,
-            kv_layout="HND",
-            q_seq_len=q_len,
-            mask=mask,
-        )
-        expected = tokens.expected(SCALE, causal=True, sinks=torch.tensor(SINKS))[0]
-        assert_close(output.view(tokens.q.shape), expected)
