@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import functools
 import itertools
 import logging
@@ -32,6 +33,7 @@ from tests.support.sglang_case import (
     HEADS,
     KINDS,
     KV_HEADS,
+    LATENT_LAYERS,
     MAX_CONTEXT,
     Layer,
     Server,
@@ -282,7 +284,12 @@ def test_a_plain_server_is_served() -> None:
         ({"kv_dtype": torch.float16}, {}, "a KV cache of float16 under bfloat16"),
         ({"kv_dtype": torch.uint8, "quantized_pool": "nvfp4"}, {}, "the KV cache recipe nvfp4"),
         ({"kv_layouts": ("vectorized_5d",)}, {}, "vectorized_5d"),
-        ({"mla": True}, {}, "latent attention with head dimensions"),
+        ({"mla": True, "deterministic": True}, {}, "splits depend on the batch"),
+        ({"mla": True, "draft_trees": True, "speculative": "EAGLE"}, {}, "draft trees with latent attention"),
+        ({"mla": True, "kv_dtype": torch.float8_e5m2}, {}, "fp8_e5m2 with latent attention"),
+        ({"mla": True, "quantized_pool": "MLATokenToKVPoolFP4"}, {}, "MLATokenToKVPoolFP4"),
+        ({"mla": True}, {"qk_head_dim": 320, "v_head_dim": 256}, r"head dimensions \(320, 256\)"),
+        ({"mla": True}, {"sliding_window_size": 128}, "a window or a soft cap"),
         ({"encoder_decoder": True}, {}, "encoder-decoder"),
         ({"attention_chunk_size": 8192}, {}, "chunked attention"),
         ({"draft_worker": True}, {}, "--speculative-draft-attention-backend"),
@@ -307,8 +314,9 @@ def test_a_plain_server_is_served() -> None:
     ],
 )
 def test_refusals(server: dict[str, Any], layer: dict[str, Any], reason: str) -> None:
+    layers = LATENT_LAYERS if server.get("mla") else [LAYER]
     with pytest.raises(NotSupported, match=reason) as caught:
-        limits.check(SERVER._replace(**server), [LAYER, Layer(layer_id=1, **layer)])
+        limits.check(SERVER._replace(**server), [*layers, dataclasses.replace(layers[0], layer_id=1, **layer)])
     assert len(caught.value.refusals) == 1, "a reason is named once, and no other"
     assert "Instead: " in str(caught.value)
 
