@@ -118,12 +118,9 @@ def errors(result: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:
     return (float(difference.max()), float(relative.max())) if len(a) else (0.0, 0.0)
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[zipfile.ZipFile]:
+def opened(path: Path) -> zipfile.ZipFile:
     with _reading(f"{path} is no file of CUTE_ATTN_DUMP"):
-        archive = zipfile.ZipFile(path)
-    with archive:
-        yield archive
+        return zipfile.ZipFile(path)
 
 
 @contextlib.contextmanager
@@ -189,6 +186,7 @@ def execute(document: dict[str, Any], archive: zipfile.ZipFile, target: Target) 
     """Makes and plans the wrapper, if there is one, and runs the call."""
     import torch
 
+    from cute_attn import emulator
     from cute_attn.observe import snapshot
     from cute_attn.observe.dump import PLANS
 
@@ -199,8 +197,11 @@ def execute(document: dict[str, Any], archive: zipfile.ZipFile, target: Target) 
     functions = {name: _function(part, made is not None) for name, part in parts.items() if name != "made"}
     filled = [name for _, _, reader in arguments.values() for name in reader.filled]
     choices: list[str] = []
+    emulated: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if target.backend == "emulator":
+        emulated = emulator.using(target.arch, kernels=_asked_backend(parts))
     try:
-        with _listening(choices), _emulating(target, _asked_backend(parts)):
+        with _listening(choices), emulated:
             wrapper = [] if made is None else [_call(made, [], arguments["made"], target)]
             if "planned" in parts:
                 _call(functions["planned"], wrapper, arguments["planned"], target)
@@ -276,17 +277,6 @@ def _asked_backend(parts: dict[str, Any]) -> str:
 
     values = [value for part in parts.values() for value in (*part["args"], part["kwargs"].get("backend"))]
     return next((value for value in values if isinstance(value, str) and value in FAMILIES), "auto")
-
-
-@contextlib.contextmanager
-def _emulating(target: Target, kernels: str) -> Iterator[None]:
-    if target.backend != "emulator":
-        yield
-        return
-    from cute_attn import emulator
-
-    with emulator.using(target.arch, kernels=kernels):
-        yield
 
 
 @contextlib.contextmanager
