@@ -64,8 +64,24 @@ def run(options: argparse.Namespace) -> int:
     before = sum(in_cache(spec, arch) for arch, found in chosen.items() for spec in found)
     start = time.monotonic()
     outcomes = specs.compile_all(chosen, options.jobs)
+    seconds = time.monotonic() - start
     failures = [str(outcome) for outcome in outcomes.values() if isinstance(outcome, ArtifactError)]
-    report(options, shapes, chosen, refused, before, failures, time.monotonic() - start)
+    if options.json:
+        document = {
+            "shapes": [shape._asdict() for shape in shapes],
+            "kernels": {arch: [spec.asdict() for spec in found] for arch, found in chosen.items()},
+            "before": before,
+            "failures": failures,
+            "refused": refused,
+            "seconds": round(seconds, 3),
+        }
+        print(json.dumps(document, indent=1))
+    else:
+        told: dict[str, Sequence[object]] = {"attention of one GPU": shapes, "no backend": refused, "failed": failures}
+        print("".join(f"{what}: {line}\n" for what, lines in told.items() for line in lines), end="")
+        where = ", ".join(f"{len(found)} for {arch}" for arch, found in chosen.items())
+        print(f"{len(outcomes)} kernels ({where}), {before} of them there before, {len(failures)} failed", end="")
+        print(f", in {format_seconds(seconds)}; cache: {cache.directory()}")
     return 1 if failures or not outcomes else 0
 
 
@@ -86,38 +102,6 @@ def of_model(
                 refused += reasons
         chosen[arch.name] = list(dict.fromkeys(found))
     return chosen, list(dict.fromkeys(refused))
-
-
-def report(
-    options: argparse.Namespace,
-    shapes: Sequence[Shape],
-    chosen: dict[str, list[KernelSpec]],
-    refused: Sequence[str],
-    before: int,
-    failures: Sequence[str],
-    seconds: float,
-) -> None:
-    total = sum(map(len, chosen.values()))
-    if options.json:
-        document = {
-            "shapes": [shape._asdict() for shape in shapes],
-            "kernels": {arch: [spec.asdict() for spec in found] for arch, found in chosen.items()},
-            "before": before,
-            "failures": list(failures),
-            "refused": list(refused),
-            "seconds": round(seconds, 3),
-        }
-        print(json.dumps(document, indent=1))
-        return
-    for shape in shapes:
-        print(f"attention of one GPU: {shape}")
-    for line in refused:
-        print(f"no backend: {line}")
-    for line in failures:
-        print(f"failed: {line}")
-    where = ", ".join(f"{len(found)} for {arch}" for arch, found in chosen.items())
-    print(f"{total} kernels ({where}), {before} of them there before, {len(failures)} failed", end="")
-    print(f", in {format_seconds(seconds)}; cache: {cache.directory()}")
 
 
 def _listed(name: str, text: str, choices: Sequence[str]) -> list[str]:
