@@ -216,14 +216,17 @@ def on_emulator() -> bool:
 
 def kernel_specs(model: Model, arch_name: str) -> list[KernelSpec]:
     """Returns the kernels that prefill of the prompt and the last decode step launch on this architecture."""
-    from cute_attn.dispatch.explain import DEFAULTS, described
+    from cute_attn.dispatch import select
+    from cute_attn.dispatch.explain import DEFAULTS
+    from cute_attn.dispatch.families import FAMILIES
 
     arch, sms = archs.named(arch_name), archs.TYPICAL_SMS[arch_name]
     shape = {name: getattr(model, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim")}
     prompt = {"qo_len": model.prompt, "kv_len": model.prompt, "causal": True}
     token = {"kv_len": model.prompt + model.steps}
     found: list[KernelSpec] = []
-    for asked in (prompt, token):
-        call = described(argparse.Namespace(**DEFAULTS | shape | asked))
-        found += [spec for spec, _ in explain.launches_of(explain.problem_of(call, True), arch, sms)]
+    for options in (prompt, token):
+        asked = explain.of_request(argparse.Namespace(**DEFAULTS | shape | options), arch, sms)
+        _, launches = asked.planned(FAMILIES[select.choose(asked.features, "auto", arch, asked.load).name])
+        found += [spec for spec, _ in launches]
     return list(dict.fromkeys(found))

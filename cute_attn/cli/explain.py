@@ -15,8 +15,7 @@ from cute_attn.runtime.spec import KernelSpec
 if TYPE_CHECKING:
     from cute_attn.dispatch.capabilities import Load
     from cute_attn.kernels.host.batch import BatchSchedule
-    from cute_attn.problem import BatchLengths, Features, Problem, Settings
-    from cute_attn.request.settings import Call
+    from cute_attn.problem import BatchLengths, Features, Settings
 
 CPU = "cpu"
 WORKSPACE_BYTES = 128 << 20  # of a batch: what callers are told to bring
@@ -91,33 +90,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 def of_request(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> Asked:
-    """Returns a request, as the functions without a plan run it."""
-    from cute_attn.dispatch import select
-
-    problem = problem_of(make_call(options), on_gpu=arch is not None)
-    load = select.load_of(problem.settings, problem.qo_len)
-    title = f"qo_len {problem.qo_len}, kv_len {problem.kv_len}"
-    return Asked(problem.features, load, title, lambda family: ("", family.launches(problem, arch, sms)))
-
-
-def problem_of(call: Call, on_gpu: bool) -> Problem:
-    """Returns a call with CPU tensors, checked like any other; `on_gpu`: as if they were there, for planning alone."""
+    """Returns a request, as the functions without a plan run it. Its tensors are on the CPU, and it is planned as if
+    they were on the GPU.
+    """
     import torch
 
+    from cute_attn.dispatch import explain, select
     from cute_attn.request import single
 
-    problem = single.problem(call)
-    features = problem.features._replace(device=torch.device("cuda" if on_gpu else "cpu"))
-    return problem._replace(settings=problem.settings._replace(features=features))
-
-
-def launches_of(problem: Problem, arch: archs.Arch, sms: int) -> Launches:
-    """Returns kernels and grids of the backend that "auto" chooses; NotSupported if there is none."""
-    from cute_attn.dispatch import select
-    from cute_attn.dispatch.families import FAMILIES
-
+    check_sizes(options)
+    problem = single.problem(explain.described(options))
+    features = problem.features._replace(device=torch.device("cpu" if arch is None else "cuda"))
+    problem = problem._replace(settings=problem.settings._replace(features=features))
     load = select.load_of(problem.settings, problem.qo_len)
-    return FAMILIES[select.choose(problem.features, "auto", arch, load).name].launches(problem, arch, sms)
+    title = f"qo_len {problem.qo_len}, kv_len {problem.kv_len}"
+    return Asked(features, load, title, lambda family: ("", family.launches(problem, arch, sms)))
 
 
 def answer(options: argparse.Namespace, arch: archs.Arch | None, sms: int, asked: Asked) -> int:
@@ -149,8 +136,11 @@ def answer(options: argparse.Namespace, arch: archs.Arch | None, sms: int, asked
     else:
         print(explain.text(asked.features, arch, asked.load))
         if arch is not None and (planned or schedule):
-            print(f"\n{asked.title} on {sms} multiprocessors of {arch.name}:")
-            print("\n".join(filter(None, (schedule, specs.launched(planned, options.specs)))))
+            print("\n".join(filter(None, (f"\n{asked.title} on {sms} multiprocessors of {arch.name}:", schedule))))
+        for spec, grid in planned:
+            print(f"  {specs.label(spec)}, grid {' x '.join(map(str, grid))}")
+            if options.specs:
+                print(f"    {spec.key()}")
     return 0 if chosen is not None else 1
 
 
@@ -175,14 +165,6 @@ def check_sizes(options: argparse.Namespace) -> None:
     for name in SIZES:
         if getattr(options, name) < 0:
             raise ArgumentError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
-
-
-def make_call(options: argparse.Namespace) -> Call:
-    """Returns the call that the options describe."""
-    from cute_attn.dispatch import explain
-
-    check_sizes(options)
-    return explain.described(options)
 
 
 # ---- batches: what a wrapper would plan

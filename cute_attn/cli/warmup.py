@@ -61,7 +61,8 @@ def describes_a_model(options: argparse.Namespace) -> bool:
 def run(options: argparse.Namespace) -> int:
     shapes = warmup_shapes.shapes(options)
     chosen, refused = of_model(options, shapes, specs.targets(options.arch))
-    before = sum(in_cache(spec, arch) for arch, found in chosen.items() for spec in found)
+    keys = [cache.cache_key(spec, arch) for arch, found in chosen.items() for spec in found]
+    before = sum(key is not None and cache.path_of(key).exists() for key in keys)
     start = time.monotonic()
     outcomes = specs.compile_all(chosen, options.jobs)
     seconds = time.monotonic() - start
@@ -150,8 +151,3 @@ def _appends(dtype: str, kv_dtype: str) -> list[KernelSpec]:
     stored = kv_dtype if kv_dtype == "nvfp4" else COPY
     specs = (spec for spec in default_specs() if isinstance(spec, AppendSpec))
     return [spec for spec in specs if spec.stored == stored and spec.dtype in ("", dtype)]
-
-
-def in_cache(spec: KernelSpec, arch: str) -> bool:
-    key = cache.cache_key(spec, arch)
-    return key is not None and cache.path_of(key).exists()
