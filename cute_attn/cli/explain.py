@@ -176,8 +176,10 @@ def of_batch(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> 
     from cute_attn.problem import BatchLimits
     from cute_attn.schedule.batch import typical_qo_len
 
-    lengths = tokens(options)
-    q_len = newest(options, lengths)
+    lengths, q_len = tokens(options), None
+    if options.page_size is not None and not options.custom_mask:  # kernels of decode could run it
+        heads = options.num_qo_heads, options.num_kv_heads
+        q_len = select.newest_bound(lengths.longest_qo, heads, options.causal) or None
     settings = described(options, q_len is not None, on_gpu=arch is not None)
     limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=q_len)
     load = select.load_of(settings, q_len or typical_qo_len(lengths, limits), lengths.batch_size)
@@ -209,16 +211,6 @@ def schedule(plan: BatchSchedule[object]) -> str:
     cut = f"{_count(len(splits), 'query tile')} cut into {fewest if fewest == most else f'{fewest} to {most}'} splits"
     workspace, _ = plan.workspace()
     return "\n".join((*lines, f"  {cut}: {work.num_partials} partials, {workspace / 2**20:.1f} MiB of workspace"))
-
-
-def newest(options: argparse.Namespace, batch: BatchLengths) -> int | None:
-    """The query tokens by which kernels of decode plan this, if they could run it."""
-    from cute_attn.dispatch import select
-
-    if options.page_size is None or options.custom_mask:
-        return None
-    heads = options.num_qo_heads, options.num_kv_heads
-    return select.newest_bound(batch.longest_qo, heads, options.causal) or None
 
 
 def _count(number: int, noun: str) -> str:

@@ -72,7 +72,8 @@ def run(options: argparse.Namespace) -> int:
         document = read(options.file, archive)
         call = document["parts"]["call"]
         target = target_of(options, call)
-        if target.backend == "emulator" and not takes_backend(call):
+        made = public(call["module"], call["owner"] or call["function"])
+        if target.backend == "emulator" and "backend" not in inspect.signature(made).parameters:
             raise ArgumentError(f"{_name(call)} takes no backend, so that the emulator cannot run it: --backend gpu")
         print(f"{_name(call)} of cute_attn {document['versions'].get('cute_attn')}, recorded with", end=" ")
         print(", ".join(f"{name} {value}" for name, value in document["versions"].items() if name != "cute_attn"))
@@ -175,11 +176,6 @@ def target_of(options: argparse.Namespace, call: dict[str, Any]) -> Target:
     if backend == "gpu" and not torch.cuda.is_available():
         raise ArgumentError("--backend gpu: torch finds no GPU here; --arch sm_90a runs the kernels on the emulator")
     return Target(backend, archs.of_gpu(options.arch or "sm_90a").name if backend == "emulator" else "")
-
-
-def takes_backend(call: dict[str, Any]) -> bool:
-    """Tells whether a function, or the constructor of a wrapper, has an argument that names the backend."""
-    return "backend" in inspect.signature(public(call["module"], call["owner"] or call["function"])).parameters
 
 
 def execute(document: dict[str, Any], archive: zipfile.ZipFile, target: Target) -> Outcome:

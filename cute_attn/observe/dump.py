@@ -77,14 +77,17 @@ class Dumper:
         if self.every:
             self._write_safely(call, wrapper, None)
         # A plan may write its arguments, and a caller them afterwards: they are read before.
-        state = self._recorded(call) if call.function in PLANS or call.function == "__init__" else None
+        state, made = None, call.function == "__init__"
+        if made or call.function in PLANS:
+            state = _encoded(call, scratch=made)
+            state.snapshot.copy(0 if _capturing() else STATE_BYTES)  # to the host
         try:
             result = proceed()
         except Exception as error:
             if not self.every:
                 self._write_safely(call, wrapper, error)
             raise
-        if state is not None and call.function == "__init__":
+        if state is not None and made:
             self.states[call.args[0]] = {"made": state}
         elif state is not None and wrapper is not None and wrapper in self.states:
             self.states[wrapper]["planned"] = state
@@ -95,12 +98,6 @@ class Dumper:
         if call.owner is None and call.function not in PLANS:
             return None
         return call.args[0] if call.args and call.function != "__init__" else None
-
-    def _recorded(self, call: Call) -> Part:
-        """Returns a call that makes or plans a wrapper, with the memory of its arguments on the host."""
-        part = _encoded(call, scratch=call.function == "__init__")
-        part.snapshot.copy(0 if _capturing() else STATE_BYTES)
-        return part
 
     def _write_safely(self, call: Call, wrapper: Any, error: Exception | None) -> None:
         """Writes a file. What goes wrong is logged: a dump must not change what the program does."""
