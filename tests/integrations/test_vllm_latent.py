@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -47,10 +46,6 @@ def described(case: MlaCase, device: str, padding: int = 0) -> LatentDecodes:
     return LatentDecodes(decodes, table, lengths, starts, case.workspace(), backend)
 
 
-def entered(device: str) -> contextlib.AbstractContextManager[Any]:
-    return emulator.using("sm_90a") if device == "emulator" else contextlib.nullcontext()
-
-
 @pytest.mark.parametrize("device", ENTRIES)
 @pytest.mark.parametrize("name", BATCHES)
 def test_decodes(name: str, device: str) -> None:
@@ -60,7 +55,7 @@ def test_decodes(name: str, device: str) -> None:
     q_pe = torch.nn.functional.pad(case.q[..., LATENT:], (128, 0))[..., 128:]
     cache = case.cache.view(torch.uint8) if case.narrow else case.cache
     scale = SCALED if case.narrow else 3.0  # which caches of 16 bits do not have
-    with entered(device):
+    with emulator.using("sm_90a") if device == "emulator" else contextlib.nullcontext():
         found, lse = latent.decode((q_nope, q_pe), cache, described(case, device), SCALE, scale, True)
     assert lse is not None
     case.check((found, lse / math.log(2)), (SCALED, SCALED) if case.narrow else (1.0, 1.0))
