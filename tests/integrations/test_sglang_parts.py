@@ -22,7 +22,7 @@ from cute_attn.integrations.sglang import limits, planned, tables
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import PlannedAttention
-from cute_attn.integrations.sglang.tables import GraphTables, Operands, attend, table_step
+from cute_attn.integrations.sglang.tables import GraphTables, Operands, TableStep, attend
 from cute_attn.integrations.workspaces import Workspaces
 from tests.support.engine_case import Graph
 from tests.support.executors import GPU_MARKS
@@ -185,8 +185,8 @@ def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool, dev
         scales = [torch.tensor(x, device=device) for x in scales]
     attention = by_tables(device)
     sinks = torch.randn(HEADS, device=device)
-    for longest in (None, 90):
-        step = table_step([PageTables(server.slots, 16)], server.requests, server.seq_lens, longest)
+    for pages in (None, 6):
+        step = TableStep([PageTables(server.slots, 16).block_tables(server.requests, pages)], server.seq_lens.int())
         assert step.num_tokens == 3
         out = torch.empty_like(server.q)
         attention(step, Operands(kind, server.q, server.cache, out, *scales, sinks))
@@ -201,8 +201,7 @@ def test_decode_on_a_kernel(page_size: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(tables, "xqa_batch_decode_with_kv_cache", decode)
     server, kind = Server(page_size, [37, 5]), KINDS["window"]
     attention = by_tables("cpu")
-    pages = PageTables(server.slots, page_size)
-    step = table_step([pages], server.requests, server.seq_lens, longest=None)
+    step = TableStep([PageTables(server.slots, page_size).block_tables(server.requests)], server.seq_lens.int())
     out = torch.empty_like(server.q)
     with emulator.using("sm_90a"):
         attention(step, Operands(kind, server.q, server.cache, out))

@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, Scale
-from cute_attn.integrations.sglang.tables import GraphTables, Operands, TableStep, table_step
+from cute_attn.integrations.sglang.tables import GraphTables, Operands, TableStep
 from cute_attn.request import checks
 from cute_attn.request.settings import FP8
 from cute_attn.runtime import capture
@@ -68,9 +68,11 @@ class PagedBackend(AttentionBackend):
 
     def _table_step(self, batch: Any) -> TableStep:
         """Return a batch by its page tables: of decode, of drafts, or of extends, as if they had one token each."""
-        drafts = drafts_of(batch)
-        longest = None if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.max()) + drafts
-        return table_step(self._pools, batch.req_pool_indices, batch.seq_lens + drafts, longest, max(drafts, 1))
+        drafts, pages = drafts_of(batch), None
+        if batch.seq_lens_cpu is not None:  # tables as narrow as the longest request
+            pages = -(-(int(batch.seq_lens_cpu.max()) + drafts) // self.page_size)
+        tables = [pool.block_tables(batch.req_pool_indices, pages) for pool in self._pools]
+        return TableStep(tables, (batch.seq_lens + drafts).to(torch.int32), max(drafts, 1))
 
     # ---- CUDA graphs
 

@@ -29,18 +29,6 @@ class TableStep(NamedTuple):
         return self.seq_lens.numel() * self.q_len if self.starts_cpu is None else int(self.starts_cpu[-1])
 
 
-def table_step(
-    pools: Sequence[PageTables], requests: torch.Tensor, seq_lens: torch.Tensor, longest: int | None, q_len: int = 1
-) -> TableStep:
-    """Describe a batch in new tensors.
-
-    `requests`: rows of the token table. `seq_lens`: keys of each request, those of its q_len query tokens included.
-    `longest`: the most of them if the host knows it, which makes tables narrower.
-    """
-    pages = None if longest is None else -(-longest // pools[0].page_size)
-    return TableStep([pool.block_tables(requests, pages) for pool in pools], seq_lens.to(torch.int32), q_len)
-
-
 class Operands(NamedTuple):
     """The tensors of a layer; those of tokens are without the rows that pad a batch."""
 
