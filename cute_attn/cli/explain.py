@@ -116,20 +116,12 @@ def answer(options: argparse.Namespace, arch: archs.Arch | None, sms: int, asked
     chosen = next((each.backend for each in found if each.verdict == explain.CHOSEN), None)
     schedule, planned = asked.planned(FAMILIES[chosen]) if chosen and arch is not None else ("", [])
     if options.json:
+        told = ("feature", "reason", "instead")
+        refusals = ([dict(zip(told, refusal[1:], strict=True)) for refusal in each.refusals] for each in found)
         document = {
             "problem": select.title(asked.features, arch),
             "chosen": chosen,
-            "backends": [
-                {
-                    "backend": each.backend,
-                    "verdict": each.verdict,
-                    "why": each.why,
-                    "refusals": [
-                        dict(zip(("feature", "reason", "instead"), r[1:], strict=True)) for r in each.refusals
-                    ],
-                }
-                for each in found
-            ],
+            "backends": [each._asdict() | {"refusals": why} for each, why in zip(found, refusals, strict=True)],
             "launches": [{"spec": spec.asdict(), "grid": grid} for spec, grid in planned],
         }
         print(json.dumps(document, indent=1))
