@@ -257,14 +257,11 @@ def _arguments(name: str, part: dict[str, Any], archive: zipfile.ZipFile, target
 
 def _call(function: Callable[..., Any], wrapper: list[Any], arguments: Arguments, target: Target) -> Any:
     args, kwargs, _ = arguments
-    kwargs = dict(kwargs)
-    if target.backend != "gpu" and "backend" in inspect.signature(function).parameters:
-        position = list(inspect.signature(function).parameters).index("backend") - len(wrapper)
-        if len(args) > position and isinstance(args[position], str):
-            args = [*args[:position], target.backend, *args[position + 1 :]]
-        else:
-            kwargs["backend"] = target.backend
-    return function(*wrapper, *args, **kwargs)
+    signature = inspect.signature(function)
+    bound = signature.bind_partial(*wrapper, *args, **kwargs)
+    if target.backend != "gpu" and "backend" in signature.parameters:
+        bound.arguments["backend"] = target.backend
+    return function(*bound.args, **bound.kwargs)
 
 
 def _asked_backend(parts: dict[str, Any]) -> str:
