@@ -227,9 +227,6 @@ def tensors(value: Any) -> Iterable[torch.Tensor]:
     """Yields the tensors of a value that may be a tensor, or tuples, lists and dicts of values."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
+    elif isinstance(value, (dict, tuple, list)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from tensors(item)
