@@ -7,21 +7,31 @@ operators that stand for them are, each time a compiled function runs.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch.compiler import is_dynamo_compiling
 
+import cute_attn.attention
+import cute_attn.cascade
+import cute_attn.concat_ops
+import cute_attn.decode
 import cute_attn.exports
+import cute_attn.mla
+import cute_attn.page
+import cute_attn.prefill
+import cute_attn.quantization
+import cute_attn.sparse
+import cute_attn.xqa
 from cute_attn.ops import declare
 
 # Modules under FlashInfer's names, which hold all that is public; `utils` only describes devices. A name that is asked
 # of `cute_attn` would stay there as it is now, without an observer.
-PUBLIC = ["attention", "cascade", "concat_ops", "decode", "mla", "page", "prefill", "quantization", "sparse", "xqa"]
-MODULES = {name: importlib.import_module(f"cute_attn.{name}") for name in PUBLIC}
+PUBLIC = "attention", "cascade", "concat_ops", "decode", "mla", "page", "prefill", "quantization", "sparse", "xqa"
+MODULES = {name: sys.modules[f"cute_attn.{name}"] for name in PUBLIC}
 
 
 class Call(NamedTuple):
