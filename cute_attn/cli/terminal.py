@@ -77,11 +77,11 @@ class ProgressBar:
         """Seconds since the start."""
         return time.monotonic() - self.started
 
-    def step(self, label: str) -> None:
-        """Counts a finished item and shows `label`."""
+    def step(self, label: str, items: int = 1) -> None:
+        """Counts finished items, one by default, and shows `label`."""
         now = time.monotonic()
-        self.instant += now - self.latest < self.INSTANT
-        self.done, self.latest = self.done + 1, now
+        self.instant += items if now - self.latest < self.INSTANT else 0
+        self.done, self.latest = self.done + items, now
         self._draw(label)
 
     def seconds_left(self) -> float | None:

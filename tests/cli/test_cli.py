@@ -425,8 +425,10 @@ def test_progress_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with ProgressBar(4) as bar:
         bar.step("sm_90a fa2")
+        bar.step("two more", 2)
     err = capsys.readouterr().err
     assert "1/4" in err
+    assert "3/4" in err
     assert "sm_90a fa2" in err
     assert err.endswith("\r\x1b[K")  # and leaves no trace
 
