@@ -52,16 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     switches.configure_log()
     try:
         return modules[options.command].run(options)
-    except ArtifactError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except ValueError as error:  # base of all errors about arguments: see cute_attn.errors
         print(f"error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:  # a folder that is not there, or not the user's
+    except (ArtifactError, OSError) as error:  # a folder that is not there, or not the user's
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -87,17 +87,12 @@ def run(options: argparse.Namespace) -> int:
     for path in options.output_path:
         if path.suffix not in FORMATS:
             raise ArgumentError(f"--output_path must end in {', '.join(FORMATS)}, got {path}")
-    return int(_perf("command").run(options))
-
-
-def _perf(module: str) -> Any:
-    """Imports a module of the checkout's `perf`, which lies beside the package."""
     root = Path(cute_attn.__file__).parents[1]
-    if not (root / "perf" / f"{module}.py").exists():
+    if not (root / "perf" / "command.py").exists():
         raise ArtifactError(
             f"the benchmarks are not part of the installed package, and {root} is not a checkout of it. Clone the "
             "repository and run `python -m cute_attn bench` in its folder"
         )
     if importlib.util.find_spec("perf") is None:
         sys.path.append(str(root))
-    return importlib.import_module(f"perf.{module}")
+    return int(importlib.import_module("perf.command").run(options))

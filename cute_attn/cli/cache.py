@@ -21,8 +21,9 @@ def add(commands: Any) -> None:
         help="show, verify and clear the cache of compiled kernels",
         description=(
             "show (default): number and size of cached kernels by architecture and family; `current` are those of the "
-            "present kernel sources and DSL, which alone are used. verify: exits 1 if a file is damaged "
-            "or not private. clear: removes kernels, with --yes; without it, says what would be removed."
+            "present kernel sources and DSL, which alone are used. verify: exits 1 if a file is damaged or not "
+            "private. clear: removes kernels, with --yes; without it, says what would be removed. Nobody knows "
+            "architecture and family of a damaged file: it is always among those named."
         ),
     )
     parser.add_argument("action", nargs="?", choices=("show", "verify", "clear"), default="show")
@@ -64,18 +65,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def selected(options: argparse.Namespace) -> list[cache.Entry]:
-    """Returns the cached kernels that the options name."""
+    """Returns the cached kernels that the options name, and all damaged files."""
     arch = None if options.arch is None else archs.of_gpu(options.arch).name
     found = []
     total = sum(1 for _ in cache.directory().glob("*.artifact")) if sys.stderr.isatty() else 0
     with ProgressBar(total) as bar:
         for entry in cache.entries():
             bar.step(entry.path.stem[:16])
-            if arch is not None and entry.arch != arch:
-                continue
-            if options.family is not None and entry.kernel != options.family:
-                continue
-            if not (options.stale and entry.current):
+            named = arch in (None, entry.arch) and options.family in (None, entry.kernel)
+            if entry.problem or (named and not (options.stale and entry.current)):
                 found.append(entry)
     return found
 

@@ -8,7 +8,7 @@ Blackwell would run for Llama-3-8B.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cute_attn.cli import explain, kernels, specs
@@ -121,8 +121,11 @@ class Conversation:
         return worst
 
 
-def verdict(error: float) -> str:
-    return f"{error:.1e} {'ok' if error <= TOLERANCE else 'WRONG'}"
+def show(header: Sequence[str], rows: Sequence[Sequence[str]], errors: dict[str, float]) -> bool:
+    """Prints a table of phases, named first in each row, with their errors; tells whether these are small."""
+    verdicts = {phase: f"{error:.1e} {'ok' if error <= TOLERANCE else 'WRONG'}" for phase, error in errors.items()}
+    print(table((*header, "error against fp64"), [(*row, verdicts[row[0]]) for row in rows], left=len(header[:2])))
+    return all(error <= TOLERANCE for error in errors.values())
 
 
 def by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -159,10 +162,9 @@ def on_gpu(device: torch.device) -> int:
         ("prefill", f"{prompt} tokens, causal", f"{prefill_s * 1e6:.1f} us", f"{flops / prefill_s / 1e12:.1f} TFLOP/s"),
         ("decode", f"1 token, cache of {n}", f"{decode_s * 1e6:.1f} us", f"{num_bytes / decode_s / 1e9:.0f} GB/s"),
     ]
-    header = ("phase", "work", "per layer", "speed", "error against fp64")
-    print(table(header, [(*row, verdict(errors[row[0]])) for row in rows], left=2))
+    accurate = show(("phase", "work", "per layer", "speed"), rows, errors)
     print(f"\n{len(conversation.lengths())} decode steps over the growing cache were checked, prefill in two layers.")
-    return 0 if all(error <= TOLERANCE for error in errors.values()) else 1
+    return 0 if accurate else 1
 
 
 def graph_seconds(call: Callable[[int], Any]) -> float:
@@ -187,24 +189,17 @@ def on_cpu() -> int:
     import torch
 
     print(f"No GPU in use: {SMALL}, on CPU tensors.\nThe reference computes them; torch's SDPA checks the results.\n")
-    conversation = Conversation(SMALL, torch.device("cpu"))
-    errors = conversation.errors(by_sdpa)
-    rows = [
-        ("prefill", f"{SMALL.prompt} tokens, causal", verdict(errors["prefill"])),
-        ("decode", f"{SMALL.steps} steps over the growing cache", verdict(errors["decode"])),
-    ]
-    print(table(("phase", "work", "error against fp64"), rows, left=2))
+    work = ("prefill", f"{SMALL.prompt} tokens, causal"), ("decode", f"{SMALL.steps} steps over the growing cache")
+    accurate = show(("phase", "work"), work, Conversation(SMALL, torch.device("cpu")).errors(by_sdpa))
     print(f"\nKernels that {' and '.join(COMPILED_ARCHS)} would run for {LLAMA.name}, compiled here:\n", flush=True)
     outcomes = specs.compile_all({arch: kernel_specs(LLAMA, arch) for arch in COMPILED_ARCHS}, None)
     failed = {key: specs.failures(*key, outcome) for key, outcome in outcomes.items()}
     print(kernels.report(outcomes, failed))
-    errors = {**errors, **emulator_errors()}
-    accurate = all(error <= TOLERANCE for error in errors.values())
-    return 0 if accurate and not any(failed.values()) else 1
+    return 0 if on_emulator() and accurate and not any(failed.values()) else 1
 
 
-def emulator_errors() -> dict[str, float]:
-    """Runs Hopper's kernels from their PTX on a few tokens, every access checked; returns the errors against SDPA."""
+def on_emulator() -> bool:
+    """Runs Hopper's kernels from their PTX on a few tokens, every access checked; tells whether SDPA agrees."""
     import torch
 
     from cute_attn.emulator import using
@@ -214,22 +209,24 @@ def emulator_errors() -> dict[str, float]:
         errors = Conversation(EMULATED, torch.device("cpu"), "emulator").errors(by_sdpa)
     counts = sum(record.stats.warp_instructions for record in emulation.records)
     seconds = sum(record.seconds for record in emulation.records)
-    rows = [(phase, verdict(error)) for phase, error in errors.items()]
-    print(table(("phase", "error against fp64"), rows))
+    accurate = show(("phase",), [("prefill",), ("decode",)], errors)
     print(f"\n{len(emulation.records)} launches, {counts} warp instructions in {seconds:.1f} s, no errors found.")
-    return {f"emulated {phase}": error for phase, error in errors.items()}
+    return accurate
 
 
 def kernel_specs(model: Model, arch_name: str) -> list[KernelSpec]:
     """Returns the kernels that prefill of the prompt and the last decode step launch on this architecture."""
-    from cute_attn.dispatch.explain import DEFAULTS, described
+    from cute_attn.dispatch import select
+    from cute_attn.dispatch.explain import DEFAULTS
+    from cute_attn.dispatch.families import FAMILIES
 
     arch, sms = archs.named(arch_name), archs.TYPICAL_SMS[arch_name]
     shape = {name: getattr(model, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim")}
     prompt = {"qo_len": model.prompt, "kv_len": model.prompt, "causal": True}
     token = {"kv_len": model.prompt + model.steps}
     found: list[KernelSpec] = []
-    for asked in (prompt, token):
-        call = described(argparse.Namespace(**DEFAULTS | shape | asked))
-        found += [spec for spec, _ in explain.launches_of(explain.problem_of(call, True), arch, sms)]
+    for options in (prompt, token):
+        asked = explain.of_request(argparse.Namespace(**DEFAULTS | shape | options), arch, sms)
+        _, launches = asked.planned(FAMILIES[select.choose(asked.features, "auto", arch, asked.load).name])
+        found += [spec for spec, _ in launches]
     return list(dict.fromkeys(found))

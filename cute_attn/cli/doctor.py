@@ -169,11 +169,8 @@ def oldest_driver() -> int:
 def gpu_lines(driver: Driver) -> list[Finding]:
     if not driver.gpus:
         return [Finding("--", "GPU", "none")]
-    lines = []
-    for index, gpu in enumerate(driver.gpus):
-        major, minor = gpu.capability
-        lines.append(Finding("ok", f"GPU {index}", f"{gpu.name}, compute capability {major}.{minor}"))
-    return lines
+    described = (f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}" for gpu in driver.gpus)
+    return [Finding("ok", f"GPU {index}", text) for index, text in enumerate(described)]
 
 
 def dsl(driver: Driver) -> Finding:

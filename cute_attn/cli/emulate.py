@@ -76,7 +76,10 @@ def run(options: argparse.Namespace) -> int:
             return 1
         seconds = time.perf_counter() - start
     for record in emulation.records:
-        print_record(record)
+        stats = record.stats
+        print(f"{record.symbol} on {record.arch}, grid {' x '.join(map(str, record.grid))}:")
+        print(f"  {stats.warp_instructions} warp instructions, virtual time {stats.cycles:.0f}, {record.seconds:.2f} s")
+        print("  " + table(("instruction", "warps"), stats.instructions.most_common(TOP)).replace("\n", "\n  ") + "\n")
     accurate = error <= TOLERANCE[options.dtype]
     print(f"{seconds:.2f} s; largest error against fp64 {error:.1e}: {'ok' if accurate else 'WRONG'}")
     if options.timeline is not None:
@@ -147,11 +150,3 @@ def max_error(options: argparse.Namespace) -> float:
     out, _ = run(backend="emulator")
     truth, _ = run(backend="reference", o_dtype=torch.float32)
     return errors(out, truth)[1]
-
-
-def print_record(record: Record) -> None:
-    stats = record.stats
-    print(f"{record.symbol} on {record.arch}, grid {' x '.join(map(str, record.grid))}:")
-    print(f"  {stats.warp_instructions} warp instructions, virtual time {stats.cycles:.0f}, {record.seconds:.2f} s")
-    rows = [(op, count) for op, count in stats.instructions.most_common(TOP)]
-    print("  " + table(("instruction", "warps"), rows).replace("\n", "\n  ") + "\n")

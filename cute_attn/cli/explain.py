@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cute_attn.cli import specs
 from cute_attn.errors import ArgumentError
@@ -15,8 +15,7 @@ from cute_attn.runtime.spec import KernelSpec
 if TYPE_CHECKING:
     from cute_attn.dispatch.capabilities import Load
     from cute_attn.kernels.host.batch import BatchSchedule
-    from cute_attn.problem import BatchLengths, Features, Problem, Settings
-    from cute_attn.request.settings import Call
+    from cute_attn.problem import BatchLengths, Features, Settings
 
 CPU = "cpu"
 WORKSPACE_BYTES = 128 << 20  # of a batch: what callers are told to bring
@@ -72,85 +71,68 @@ def add_request(parser: argparse.ArgumentParser, **defaults: int) -> None:
     parser.add_argument("--pos-encoding-mode", default="NONE", help="NONE (default), ROPE_LLAMA or ALIBI")
 
 
-def run(options: argparse.Namespace) -> int:
-    from cute_attn.dispatch import select
-
-    arch, sms = target(options)
-    if any(value is not None for value in (options.batch, options.qo_lens, options.kv_lens, options.page_size)):
-        return run_batch(options, arch, sms)
-    problem = problem_of(make_call(options), on_gpu=arch is not None)
-    features = problem.features
-    load = select.load_of(problem.settings, problem.qo_len)
-    title = f"qo_len {problem.qo_len}, kv_len {problem.kv_len} on {sms} multiprocessors of {arch and arch.name}"
-
-    def launches() -> Planned:
-        assert arch is not None
-        return "", launches_of(problem, arch, sms)
-
-    return answer(options, features, arch, load, title, launches)
-
-
 Launches = Sequence[tuple[KernelSpec, tuple[int, int, int]]]
-Planned = tuple[str, Launches]  # the schedule in words, and kernels and grids
 
 
-def problem_of(call: Call, on_gpu: bool) -> Problem:
-    """Returns a call with CPU tensors, checked like any other; `on_gpu`: as if they were there, for planning alone."""
+class Asked(NamedTuple):
+    """What selection is asked, and of the family that it chooses: the schedule in words, kernels and grids."""
+
+    features: Features
+    load: Load
+    title: str
+    planned: Callable[[Any], tuple[str, Launches]]
+
+
+def run(options: argparse.Namespace) -> int:
+    arch, sms = target(options)
+    batch = any(value is not None for value in (options.batch, options.qo_lens, options.kv_lens, options.page_size))
+    return answer(options, arch, sms, (of_batch if batch else of_request)(options, arch, sms))
+
+
+def of_request(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> Asked:
+    """Returns a request, as the functions without a plan run it. Its tensors are on the CPU, and it is planned as if
+    they were on the GPU.
+    """
     import torch
 
+    from cute_attn.dispatch import explain, select
     from cute_attn.request import single
 
-    problem = single.problem(call)
-    features = problem.features._replace(device=torch.device("cuda" if on_gpu else "cpu"))
-    return problem._replace(settings=problem.settings._replace(features=features))
-
-
-def launches_of(problem: Problem, arch: archs.Arch, sms: int) -> Launches:
-    """Returns kernels and grids of the backend that "auto" chooses; NotSupported if there is none."""
-    from cute_attn.dispatch import select
-    from cute_attn.dispatch.families import FAMILIES
-
+    check_sizes(options)
+    problem = single.problem(explain.described(options))
+    features = problem.features._replace(device=torch.device("cpu" if arch is None else "cuda"))
+    problem = problem._replace(settings=problem.settings._replace(features=features))
     load = select.load_of(problem.settings, problem.qo_len)
-    return FAMILIES[select.choose(problem.features, "auto", arch, load).name].launches(problem, arch, sms)
+    title = f"qo_len {problem.qo_len}, kv_len {problem.kv_len}"
+    return Asked(features, load, title, lambda family: ("", family.launches(problem, arch, sms)))
 
 
-def answer(
-    options: argparse.Namespace,
-    features: Features,
-    arch: archs.Arch | None,
-    load: Load,
-    title: str,
-    launches: Callable[[], Planned],
-) -> int:
+def answer(options: argparse.Namespace, arch: archs.Arch | None, sms: int, asked: Asked) -> int:
     """Prints verdicts, and where a backend of a GPU takes the problem what it would run; returns the exit code."""
     from cute_attn.dispatch import explain, select
+    from cute_attn.dispatch.families import FAMILIES
 
-    found = explain.verdicts(features, arch, load)
+    found = explain.verdicts(asked.features, arch, asked.load)
     chosen = next((each.backend for each in found if each.verdict == explain.CHOSEN), None)
-    schedule, planned = launches() if chosen is not None and arch is not None else ("", [])
+    schedule, planned = asked.planned(FAMILIES[chosen]) if chosen and arch is not None else ("", [])
     if options.json:
+        told = ("feature", "reason", "instead")
+        refusals = ([dict(zip(told, refusal[1:], strict=True)) for refusal in each.refusals] for each in found)
         document = {
-            "problem": select.title(features, arch),
+            "problem": select.title(asked.features, arch),
             "chosen": chosen,
-            "backends": [
-                {
-                    "backend": each.backend,
-                    "verdict": each.verdict,
-                    "why": each.why,
-                    "refusals": [
-                        dict(zip(("feature", "reason", "instead"), r[1:], strict=True)) for r in each.refusals
-                    ],
-                }
-                for each in found
-            ],
+            "backends": [each._asdict() | {"refusals": why} for each, why in zip(found, refusals, strict=True)],
             "launches": [{"spec": spec.asdict(), "grid": grid} for spec, grid in planned],
         }
         print(json.dumps(document, indent=1))
     else:
-        print(explain.text(features, arch, load))
-        if planned or schedule:
-            print(f"\n{title}:")
-            print("\n".join(filter(None, (schedule, specs.launched(planned, options.specs)))))
+        print(explain.text(asked.features, arch, asked.load))
+        if arch is not None and (planned or schedule):
+            print("\n".join(filter(None, (f"\n{asked.title} on {sms} multiprocessors of {arch.name}:", schedule))))
+        for spec, grid in planned:
+            print(f"  {specs.label(spec)}, grid {' x '.join(map(str, grid))}")
+            if options.specs:
+                print(f"    {spec.key()}")
     return 0 if chosen is not None else 1
 
 
@@ -177,44 +159,30 @@ def check_sizes(options: argparse.Namespace) -> None:
             raise ArgumentError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
 
 
-def make_call(options: argparse.Namespace) -> Call:
-    """Returns the call that the options describe."""
-    from cute_attn.dispatch import explain
-
-    check_sizes(options)
-    return explain.described(options)
-
-
 # ---- batches: what a wrapper would plan
 
 
-def run_batch(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> int:
-    """Exit codes as those of single requests."""
+def of_batch(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> Asked:
+    """Returns a batch, as a wrapper plans it."""
     from cute_attn.dispatch import select
-    from cute_attn.dispatch.families import FAMILIES
     from cute_attn.problem import BatchLimits
-    from cute_attn.schedule import batch as batch_schedule
+    from cute_attn.schedule.batch import typical_qo_len
 
-    batch = tokens(options)
-    q_len = newest(options, batch)
+    lengths, q_len = tokens(options), None
+    if options.page_size is not None and not options.custom_mask:  # kernels of decode could run it
+        heads = options.num_qo_heads, options.num_kv_heads
+        q_len = select.newest_bound(lengths.longest_qo, heads, options.causal) or None
     settings = described(options, q_len is not None, on_gpu=arch is not None)
     limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=q_len)
-    features = settings.features
-    qo_len = q_len or batch_schedule.typical_qo_len(batch, limits)
-    load = select.load_of(settings, qo_len, batch.batch_size)
-    keys = f"{batch.total_kv} keys"
-    where = f"{keys} in pages of {options.page_size}" if options.page_size else keys
-    on = f"on {sms} multiprocessors of {arch and arch.name}"
+    load = select.load_of(settings, q_len or typical_qo_len(lengths, limits), lengths.batch_size)
 
-    def launches() -> Planned:
-        assert arch is not None
-        backend = select.choose(features, "auto", arch, load)
-        plan, found = FAMILIES[backend.name].batch_launches(settings, batch, limits, arch, sms)
+    def planned(family: Any) -> tuple[str, Launches]:
+        plan, found = family.batch_launches(settings, lengths, limits, arch, sms)
         return schedule(plan) if plan else "  no schedule: CTAs find equal shares of all keys", found
 
-    count = f"{_count(batch.batch_size, 'request')}, {_count(batch.rows, 'query token')}"
-    title = f"{count}, {where} {on}"
-    return answer(options, features, arch, load, title, launches)
+    pages = f" in pages of {options.page_size}" if options.page_size else ""
+    title = f"{_count(lengths.batch_size, 'request')}, {_count(lengths.rows, 'query token')}"
+    return Asked(settings.features, load, f"{title}, {lengths.total_kv} keys{pages}", planned)
 
 
 def schedule(plan: BatchSchedule[object]) -> str:
@@ -237,27 +205,17 @@ def schedule(plan: BatchSchedule[object]) -> str:
     return "\n".join((*lines, f"  {cut}: {work.num_partials} partials, {workspace / 2**20:.1f} MiB of workspace"))
 
 
-def newest(options: argparse.Namespace, batch: BatchLengths) -> int | None:
-    """The query tokens by which kernels of decode plan this, if they could run it."""
-    from cute_attn.dispatch import select
-
-    if options.page_size is None or options.custom_mask:
-        return None
-    heads = options.num_qo_heads, options.num_kv_heads
-    return select.newest_bound(batch.longest_qo, heads, options.causal) or None
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def tokens(options: argparse.Namespace) -> BatchLengths:
-    """Lengths of the requests, checked as a plan checks them."""
+    """Lengths of the requests."""
     import numpy as np
-    import torch
 
+    from cute_attn.problem import BatchLengths
     from cute_attn.request import batch_plan, checks
-    from cute_attn.request.index_arrays import IndexArrays, bounds, last_page_len
+    from cute_attn.request.index_arrays import bounds, last_page_len
     from cute_attn.request.settings import MAX_KV_LEN
 
     qo_lens, kv_lens = (_lengths(options, name) for name in ("qo_lens", "kv_lens"))
@@ -269,14 +227,12 @@ def tokens(options: argparse.Namespace) -> BatchLengths:
         if len(lengths) != count:
             raise ArgumentError(f"{name} must have a length for each of {count} requests, got {len(lengths)}")
         checks.each_within(name, np.array(lengths), MAX_KV_LEN)
-    kv_len, q_bounds = np.array(kv_lens), torch.from_numpy(bounds(np.array(qo_lens)))
+    kv_len, q_bounds = np.array(kv_lens), bounds(np.array(qo_lens))
     if options.page_size is None:
-        return IndexArrays(("qo_indptr", "kv_indptr"), q_bounds, torch.from_numpy(bounds(kv_len))).on_host()
+        return BatchLengths(q_bounds, bounds(kv_len), kv_len)
     size = batch_plan.count("page_size", options.page_size)
     pages = -(-kv_len // size)
-    arrays = bounds(pages), np.arange(pages.sum()), last_page_len(kv_len, pages, size)
-    kv_bounds, indices, last = map(torch.from_numpy, arrays)
-    return IndexArrays(("--qo-lens", *["--kv-lens"] * 3), q_bounds, kv_bounds, indices, last, size).on_host()
+    return BatchLengths(q_bounds, bounds(pages), kv_len, last_page_len=last_page_len(kv_len, pages, size))
 
 
 def _lengths(options: argparse.Namespace, name: str) -> list[int] | None:

@@ -34,7 +34,11 @@ def run(options: argparse.Namespace) -> int:
     outcomes = specs.compile_all(specs.selected(options), options.jobs)
     failed = {key: specs.failures(*key, outcome) for key, outcome in outcomes.items()}
     if options.json:
-        print(json.dumps(document(outcomes, failed), indent=1))
+        kernels = []
+        for (arch, spec), outcome in outcomes.items():
+            numbers = {} if isinstance(outcome, ArtifactError) else specs.summary(outcome)
+            kernels.append({"arch": arch, "spec": spec.asdict(), **numbers, "failures": failed[arch, spec]})
+        print(json.dumps({"kernels": kernels, "failed": sum(map(bool, failed.values()))}, indent=1))
     else:
         print(report(outcomes, failed))
     broken = any(isinstance(outcome, ArtifactError) for outcome in outcomes.values())
@@ -61,12 +65,3 @@ def report(outcomes: dict[Key, specs.Outcome], failed: dict[Key, list[str]]) -> 
         lines.append(f"{arch} {specs.label(spec)}: {'; '.join(why)}\n  {spec.key()}")
     lines.append(f"{len(outcomes) - len(failing)} of {len(outcomes)} kernels pass every gate")
     return "\n".join(lines)
-
-
-def document(outcomes: dict[Key, specs.Outcome], failed: dict[Key, list[str]]) -> dict[str, Any]:
-    """Returns the content of the report as data."""
-    kernels = []
-    for (arch, spec), outcome in outcomes.items():
-        numbers = {} if isinstance(outcome, ArtifactError) else specs.summary(outcome)
-        kernels.append({"arch": arch, "spec": spec.asdict(), **numbers, "failures": failed[arch, spec]})
-    return {"kernels": kernels, "failed": sum(bool(why) for why in failed.values())}

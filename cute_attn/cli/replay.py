@@ -72,7 +72,8 @@ def run(options: argparse.Namespace) -> int:
         document = read(options.file, archive)
         call = document["parts"]["call"]
         target = target_of(options, call)
-        if target.backend == "emulator" and not takes_backend(call):
+        made = public(call["module"], call["owner"] or call["function"])
+        if target.backend == "emulator" and "backend" not in inspect.signature(made).parameters:
             raise ArgumentError(f"{_name(call)} takes no backend, so that the emulator cannot run it: --backend gpu")
         print(f"{_name(call)} of cute_attn {document['versions'].get('cute_attn')}, recorded with", end=" ")
         print(", ".join(f"{name} {value}" for name, value in document["versions"].items() if name != "cute_attn"))
@@ -118,12 +119,9 @@ def errors(result: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:
     return (float(difference.max()), float(relative.max())) if len(a) else (0.0, 0.0)
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[zipfile.ZipFile]:
+def opened(path: Path) -> zipfile.ZipFile:
     with _reading(f"{path} is no file of CUTE_ATTN_DUMP"):
-        archive = zipfile.ZipFile(path)
-    with archive:
-        yield archive
+        return zipfile.ZipFile(path)
 
 
 @contextlib.contextmanager
@@ -180,15 +178,11 @@ def target_of(options: argparse.Namespace, call: dict[str, Any]) -> Target:
     return Target(backend, archs.of_gpu(options.arch or "sm_90a").name if backend == "emulator" else "")
 
 
-def takes_backend(call: dict[str, Any]) -> bool:
-    """Tells whether a function, or the constructor of a wrapper, has an argument that names the backend."""
-    return "backend" in inspect.signature(public(call["module"], call["owner"] or call["function"])).parameters
-
-
 def execute(document: dict[str, Any], archive: zipfile.ZipFile, target: Target) -> Outcome:
     """Makes and plans the wrapper, if there is one, and runs the call."""
     import torch
 
+    from cute_attn import emulator
     from cute_attn.observe import snapshot
     from cute_attn.observe.dump import PLANS
 
@@ -199,8 +193,11 @@ def execute(document: dict[str, Any], archive: zipfile.ZipFile, target: Target) 
     functions = {name: _function(part, made is not None) for name, part in parts.items() if name != "made"}
     filled = [name for _, _, reader in arguments.values() for name in reader.filled]
     choices: list[str] = []
+    emulated: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if target.backend == "emulator":
+        emulated = emulator.using(target.arch, kernels=_asked_backend(parts))
     try:
-        with _listening(choices), _emulating(target, _asked_backend(parts)):
+        with _listening(choices), emulated:
             wrapper = [] if made is None else [_call(made, [], arguments["made"], target)]
             if "planned" in parts:
                 _call(functions["planned"], wrapper, arguments["planned"], target)
@@ -260,14 +257,11 @@ def _arguments(name: str, part: dict[str, Any], archive: zipfile.ZipFile, target
 
 def _call(function: Callable[..., Any], wrapper: list[Any], arguments: Arguments, target: Target) -> Any:
     args, kwargs, _ = arguments
-    kwargs = dict(kwargs)
-    if target.backend != "gpu" and "backend" in inspect.signature(function).parameters:
-        position = list(inspect.signature(function).parameters).index("backend") - len(wrapper)
-        if len(args) > position and isinstance(args[position], str):
-            args = [*args[:position], target.backend, *args[position + 1 :]]
-        else:
-            kwargs["backend"] = target.backend
-    return function(*wrapper, *args, **kwargs)
+    signature = inspect.signature(function)
+    bound = signature.bind_partial(*wrapper, *args, **kwargs)
+    if target.backend != "gpu" and "backend" in signature.parameters:
+        bound.arguments["backend"] = target.backend
+    return function(*bound.args, **bound.kwargs)
 
 
 def _asked_backend(parts: dict[str, Any]) -> str:
@@ -276,17 +270,6 @@ def _asked_backend(parts: dict[str, Any]) -> str:
 
     values = [value for part in parts.values() for value in (*part["args"], part["kwargs"].get("backend"))]
     return next((value for value in values if isinstance(value, str) and value in FAMILIES), "auto")
-
-
-@contextlib.contextmanager
-def _emulating(target: Target, kernels: str) -> Iterator[None]:
-    if target.backend != "emulator":
-        yield
-        return
-    from cute_attn import emulator
-
-    with emulator.using(target.arch, kernels=kernels):
-        yield
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from cute_attn.cli.terminal import ProgressBar, interruptible
@@ -138,12 +137,3 @@ def summary(outcome: Artifact) -> dict[str, Any]:
         "threads": outcome.block[0] * outcome.block[1] * outcome.block[2],
         "cubin_bytes": len(outcome.cubin),
     }
-
-
-def launched(launches: Sequence[tuple[KernelSpec, tuple[int, int, int]]], with_specs: bool) -> str:
-    """Returns kernels and grids as text, a line each, and with their specs another."""
-    lines = []
-    for spec, grid in launches:
-        lines.append(f"  {label(spec)}, grid {grid[0]} x {grid[1]} x {grid[2]}")
-        lines += [f"    {spec.key()}"] if with_specs else []
-    return "\n".join(lines)

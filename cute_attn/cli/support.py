@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cute_attn.runtime import arch as archs
@@ -118,7 +118,8 @@ def markdown() -> str:
     for title, rows in shown.items():
         lines += [f"### {title}", "", *_table(rows, number), ""]
     lines += ["### Latent attention (MLA)", "", *_latent_table(), ""]
-    reasons = (f"{number[reason]}. {_listed(names)}: {reason}" for reason, names in notes.items())
+    listed = {reason: ", ".join(f"`{name}`" for name in names) for reason, names in notes.items()}
+    reasons = (f"{number[reason]}. {names}: {reason}" for reason, names in listed.items())
     return "\n".join([*lines, "### Reasons", "", *reasons]) + "\n"
 
 
@@ -147,10 +148,6 @@ def _latent_table() -> list[str]:
         rows.setdefault(tuple(kernels.values()), []).append(label)
     lines = ["| rows of the cache | " + " | ".join(archs.ARCHS) + " |", "|---" + "|:---:" * len(archs.ARCHS) + "|"]
     return [*lines, *(f"| {'; '.join(labels)} | " + " | ".join(cells) + " |" for cells, labels in rows.items())]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 def document() -> list[dict[str, Any]]:

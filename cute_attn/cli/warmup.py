@@ -61,11 +61,28 @@ def describes_a_model(options: argparse.Namespace) -> bool:
 def run(options: argparse.Namespace) -> int:
     shapes = warmup_shapes.shapes(options)
     chosen, refused = of_model(options, shapes, specs.targets(options.arch))
-    before = sum(in_cache(spec, arch) for arch, found in chosen.items() for spec in found)
+    keys = [cache.cache_key(spec, arch) for arch, found in chosen.items() for spec in found]
+    before = sum(key is not None and cache.path_of(key).exists() for key in keys)
     start = time.monotonic()
     outcomes = specs.compile_all(chosen, options.jobs)
+    seconds = time.monotonic() - start
     failures = [str(outcome) for outcome in outcomes.values() if isinstance(outcome, ArtifactError)]
-    report(options, shapes, chosen, refused, before, failures, time.monotonic() - start)
+    if options.json:
+        document = {
+            "shapes": [shape._asdict() for shape in shapes],
+            "kernels": {arch: [spec.asdict() for spec in found] for arch, found in chosen.items()},
+            "before": before,
+            "failures": failures,
+            "refused": refused,
+            "seconds": round(seconds, 3),
+        }
+        print(json.dumps(document, indent=1))
+    else:
+        told: dict[str, Sequence[object]] = {"attention of one GPU": shapes, "no backend": refused, "failed": failures}
+        print("".join(f"{what}: {line}\n" for what, lines in told.items() for line in lines), end="")
+        where = ", ".join(f"{len(found)} for {arch}" for arch, found in chosen.items())
+        print(f"{len(outcomes)} kernels ({where}), {before} of them there before, {len(failures)} failed", end="")
+        print(f", in {format_seconds(seconds)}; cache: {cache.directory()}")
     return 1 if failures or not outcomes else 0
 
 
@@ -86,38 +103,6 @@ def of_model(
                 refused += reasons
         chosen[arch.name] = list(dict.fromkeys(found))
     return chosen, list(dict.fromkeys(refused))
-
-
-def report(
-    options: argparse.Namespace,
-    shapes: Sequence[Shape],
-    chosen: dict[str, list[KernelSpec]],
-    refused: Sequence[str],
-    before: int,
-    failures: Sequence[str],
-    seconds: float,
-) -> None:
-    total = sum(map(len, chosen.values()))
-    if options.json:
-        document = {
-            "shapes": [shape._asdict() for shape in shapes],
-            "kernels": {arch: [spec.asdict() for spec in found] for arch, found in chosen.items()},
-            "before": before,
-            "failures": list(failures),
-            "refused": list(refused),
-            "seconds": round(seconds, 3),
-        }
-        print(json.dumps(document, indent=1))
-        return
-    for shape in shapes:
-        print(f"attention of one GPU: {shape}")
-    for line in refused:
-        print(f"no backend: {line}")
-    for line in failures:
-        print(f"failed: {line}")
-    where = ", ".join(f"{len(found)} for {arch}" for arch, found in chosen.items())
-    print(f"{total} kernels ({where}), {before} of them there before, {len(failures)} failed", end="")
-    print(f", in {format_seconds(seconds)}; cache: {cache.directory()}")
 
 
 def _listed(name: str, text: str, choices: Sequence[str]) -> list[str]:
@@ -166,8 +151,3 @@ def _appends(dtype: str, kv_dtype: str) -> list[KernelSpec]:
     stored = kv_dtype if kv_dtype == "nvfp4" else COPY
     specs = (spec for spec in default_specs() if isinstance(spec, AppendSpec))
     return [spec for spec in specs if spec.stored == stored and spec.dtype in ("", dtype)]
-
-
-def in_cache(spec: KernelSpec, arch: str) -> bool:
-    key = cache.cache_key(spec, arch)
-    return key is not None and cache.path_of(key).exists()

@@ -73,34 +73,26 @@ class Dumper:
         self.states: weakref.WeakKeyDictionary[Any, dict[str, Part]] = weakref.WeakKeyDictionary()
 
     def __call__(self, call: Call, proceed: Callable[[], Any]) -> Any:
-        wrapper = self._wrapper(call)
+        state, made = None, call.function == "__init__"
+        of_wrapper = call.args and not made and (call.owner is not None or call.function in PLANS)
+        wrapper = call.args[0] if of_wrapper else None  # that the call plans or runs
         if self.every:
             self._write_safely(call, wrapper, None)
         # A plan may write its arguments, and a caller them afterwards: they are read before.
-        state = self._recorded(call) if call.function in PLANS or call.function == "__init__" else None
+        if made or call.function in PLANS:
+            state = _encoded(call, scratch=made)
+            state.snapshot.copy(0 if _capturing() else STATE_BYTES)  # to the host
         try:
             result = proceed()
         except Exception as error:
             if not self.every:
                 self._write_safely(call, wrapper, error)
             raise
-        if state is not None and call.function == "__init__":
+        if state is not None and made:
             self.states[call.args[0]] = {"made": state}
         elif state is not None and wrapper is not None and wrapper in self.states:
             self.states[wrapper]["planned"] = state
         return result
-
-    def _wrapper(self, call: Call) -> Any:
-        """Returns the wrapper that a call plans or runs; None for other calls."""
-        if call.owner is None and call.function not in PLANS:
-            return None
-        return call.args[0] if call.args and call.function != "__init__" else None
-
-    def _recorded(self, call: Call) -> Part:
-        """Returns a call that makes or plans a wrapper, with the memory of its arguments on the host."""
-        part = _encoded(call, scratch=call.function == "__init__")
-        part.snapshot.copy(0 if _capturing() else STATE_BYTES)
-        return part
 
     def _write_safely(self, call: Call, wrapper: Any, error: Exception | None) -> None:
         """Writes a file. What goes wrong is logged: a dump must not change what the program does."""

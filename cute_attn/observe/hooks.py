@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,8 +17,10 @@ from torch.compiler import is_dynamo_compiling
 
 import cute_attn.attention
 import cute_attn.cascade
+import cute_attn.concat_ops
 import cute_attn.decode
 import cute_attn.exports
+import cute_attn.mla
 import cute_attn.page
 import cute_attn.prefill
 import cute_attn.quantization
@@ -25,17 +28,10 @@ import cute_attn.sparse
 import cute_attn.xqa
 from cute_attn.ops import declare
 
-# Modules under FlashInfer's names, which hold all that is public. `utils` only describes devices.
-MODULES = {
-    "attention": cute_attn.attention,
-    "cascade": cute_attn.cascade,
-    "decode": cute_attn.decode,
-    "page": cute_attn.page,
-    "prefill": cute_attn.prefill,
-    "quantization": cute_attn.quantization,
-    "sparse": cute_attn.sparse,
-    "xqa": cute_attn.xqa,
-}
+# Modules under FlashInfer's names, which hold all that is public; `utils` only describes devices. A name that is asked
+# of `cute_attn` would stay there as it is now, without an observer.
+PUBLIC = "attention", "cascade", "concat_ops", "decode", "mla", "page", "prefill", "quantization", "sparse", "xqa"
+MODULES = {name: sys.modules[f"cute_attn.{name}"] for name in PUBLIC}
 
 
 class Call(NamedTuple):

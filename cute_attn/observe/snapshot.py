@@ -113,14 +113,8 @@ class Snapshot:
     def index(self) -> list[dict[str, Any]]:
         """Returns what JSON says about the memory."""
         return [
-            {
-                "bytes": m.num_bytes,
-                "address": m.start % ALIGNMENT,
-                "device": m.device,
-                "names": m.names,
-                "left_out": m.why,
-            }
-            | {"stored": m.data is not None, "zeros": m.zeros}
+            {"bytes": m.num_bytes, "address": m.start % ALIGNMENT, "device": m.device, "names": m.names}
+            | {"stored": m.data is not None, "zeros": m.zeros, "left_out": m.why}
             for m in self.memories
         ]
 
@@ -233,9 +227,6 @@ def tensors(value: Any) -> Iterable[torch.Tensor]:
     """Yields the tensors of a value that may be a tensor, or tuples, lists and dicts of values."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
+    elif isinstance(value, (dict, tuple, list)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from tensors(item)

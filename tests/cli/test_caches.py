@@ -159,7 +159,7 @@ def test_cache_shows_verifies_and_clears(tmp_path: Path, capsys: Output) -> None
     capsys.readouterr()
     document = json.loads(printed(capsys, ["cache", "verify", "--json"], 1))
     assert (document["kernels"], document["damaged"][0]["file"]) == (1, str(left))
-    assert main(["cache", "clear", "--yes"]) == 0
+    assert main(["cache", "clear", "--arch", "sm_80", "--family", "fa2", "--yes"]) == 0  # nobody knows what it was
     assert not list((tmp_path / "cache").glob("*.artifact"))
     assert main(["cache", "show", "--json"]) == 0
 

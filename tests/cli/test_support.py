@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from cute_attn.cli import support, support_rows
-from cute_attn.dispatch import select
-from cute_attn.dispatch.capabilities import BACKENDS, BY_NAME, CAPABILITIES
-from cute_attn.runtime.arch import named
+from cute_attn.dispatch.capabilities import BACKENDS, CAPABILITIES
 from tests.support.commands import printed
 
 Output = pytest.CaptureFixture[str]
@@ -40,28 +38,6 @@ def test_every_capability_that_a_backend_lacks_shows_in_a_cell() -> None:
 
 # A cell has the first refusal; draft tokens come only with lengths on the device.
 AFTER_OTHERS = ("tree masks of draft tokens",)
-
-
-def verdicts(title: str, feature: str) -> list[str]:
-    return [GROUPS[title][feature][name].verdict for name in support.ORDER]
-
-
-def test_what_contradicted_itself() -> None:
-    """Independent of the samples: (80, 80) on fa3, NVFP4, and XQA."""
-    features = support_rows.PLAIN._replace(head_dim_qk=80, head_dim_vo=80)
-    division = next(each for each in support_rows.DIVISIONS if each.title == DIMS)
-    (label,) = (sample.row for sample in division.samples if sample.features == features)
-    asked = [features._replace(decode=name == "xqa") for name in support.ORDER]
-    archs = {"fa4": "sm_100a"}
-    found = [
-        "no" if select.reasons_against(BY_NAME[name], each, named(archs.get(name, "sm_90a"))) else "yes"
-        for name, each in zip(support.ORDER, asked, strict=True)
-    ]
-    assert verdicts(DIMS, label) == found == ["yes"] * 5
-    nvfp4 = "Head dimensions of NVFP4 k and v"
-    assert verdicts(nvfp4, "(64, 64), (128, 128) and (256, 256)") == ["no", "yes", "yes", "yes", "yes"]
-    assert verdicts(nvfp4, "(512, 512)") == ["no", "no", "yes", "no", "yes"]
-    assert verdicts("Prefill and decode", "prefill") == ["yes", "yes", "no", "yes", "yes"]
 
 
 def test_a_row_that_is_too_coarse_is_an_error() -> None:

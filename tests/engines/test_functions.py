@@ -2,22 +2,19 @@
 
 Written after reading vLLM's `v1/attention/backends/flashinfer.py`, SGLang's `srt/layers/attention/
 trtllm_mha_backend.py`, and what shares its calls: sparse decode and the diffusion models. Workspaces are zeroed and
-shared; lengths and block tables are on the device. At the end, forms of FlashInfer's documents and tests; TensorRT-LLM
-appends and plans as `test_append_and_attend`.
+shared; lengths and block tables are on the device.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-import cute_attn
 from cute_attn import decode, prefill, utils
 from tests.support.engine_case import (
     BF16,
@@ -162,12 +159,6 @@ def test_verification(name: str, causal: bool, q_lens: tuple[int, ...], device: 
     assert_close(out.view(tokens.q.shape), tokens.expected(SCALE, causal=True, keep=keep)[0])
 
 
-@pytest.mark.parametrize("dim", [64, 256])
-def test_head_dimensions_of_xqa(dim: int, device: str) -> None:
-    tokens = Tokens(dataclasses.replace(DECODE, dim=dim), device)
-    assert_close(XQA["vllm-xqa-NHD"](tokens), tokens.expected(SCALE)[0])
-
-
 @EVERY
 def test_captured_decode(name: str, device: str) -> None:
     """Lengths, tables and tokens change in place; padded requests have no keys."""
@@ -199,18 +190,6 @@ def test_decode_over_shards_of_the_keys(device: str) -> None:
         expected = shard.expected(SCALE, sinks=sinks, v_scale=1.5)
         assert_close(found[0], expected[0])
         assert_lse(lse, expected[1])
-
-
-def test_split_by_length(device: str) -> None:
-    """Requests sorted by length in groups, each a call into a part of the output."""
-    tokens = Tokens(DECODE, device)
-    whole = torch.empty_like(tokens.q)
-    order = torch.argsort(tokens.seq_lens)
-    for indices in torch.tensor_split(order, 2):
-        parts = {"query": tokens.q, "block_tables": tokens.block_tables(8), "seq_lens": tokens.seq_lens}
-        group = SGLANG(tokens, **{name: x.index_select(0, indices) for name, x in parts.items()})
-        whole.index_copy_(0, indices, group)
-    assert_close(whole, tokens.expected(SCALE)[0])
 
 
 def test_what_is_refused_by_name(device: str) -> None:
@@ -368,92 +347,3 @@ def test_a_chunk_of_the_context_of_latent_attention(device: str) -> None:
     assert_close(out, expected[0])
     assert_lse(lse, expected[1])
     assert not out[7].any()
-
-
-# ---- other callers: appends, caches with strides of their own, XQA itself
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_append_and_attend(layout: str, device: str) -> None:
-    """New tokens go to the pages of their requests; then contexts and single tokens are attended by a wrapper each."""
-    tokens = Tokens(Batch((9, 12, 1, 1), (20, 12, 33, 1)), device)
-    batch, old = tokens.batch, tokens.caches(layout)
-    bounds, indptr = tokens.qo_indptr.to(device), tokens.kv_indptr.to(device)
-    last = tokens.last_page_len.to(device)
-    seq_lens = cute_attn.get_seq_lens(indptr, last, batch.page_size)
-    where = cute_attn.get_batch_indices_positions(bounds, seq_lens, len(tokens.q))
-    new = [
-        torch.cat([x[len(x) - n :] for x, n in zip(side, batch.q_lens, strict=True)]).to(BF16).to(device)
-        for side in (tokens.keys, tokens.values)
-    ]
-    cache = tuple(x.clone() for x in old)
-    for target in cache:  # the new tokens are not there yet
-        rows = target if layout == "NHD" else target.transpose(1, 2)
-        for slots, n in zip(tokens.slots, batch.q_lens, strict=True):
-            rows[slots[len(slots) - n :] // batch.page_size, slots[len(slots) - n :] % batch.page_size] = math.nan
-    cute_attn.page.append_paged_kv_cache(
-        append_key=new[0],
-        append_value=new[1],
-        batch_indices=where[0],
-        positions=where[1],
-        paged_kv_cache=cache,
-        kv_indices=tokens.kv_indices,
-        kv_indptr=indptr,
-        kv_last_page_len=last,
-        kv_layout=layout,
-    )
-    out = torch.empty_like(tokens.q)
-    prefill = cute_attn.BatchPrefillWithPagedKVCacheWrapper(workspace(device), layout, backend="auto")
-    split = int(tokens.kv_indptr[2])
-    options = {"sm_scale": SCALE, "q_data_type": BF16, "kv_data_type": BF16}
-    prefill.plan(*(bounds[:3], indptr[:3], tokens.kv_indices[:split], last[:2], 4, 2, 128, 16), causal=True, **options)
-    prefill.run(tokens.q[:21], cache, out=out[:21])
-    decode = cute_attn.BatchDecodeWithPagedKVCacheWrapper(workspace(device), layout, use_tensor_cores=True)
-    decode.plan(indptr[2:] - indptr[2], tokens.kv_indices[split:], last[2:], 4, 2, 128, 16, **options)
-    decode.run(tokens.q[21:], cache, out=out[21:])
-    assert_close(out, tokens.expected(SCALE, causal=True)[0])
-
-
-def test_k_and_v_may_have_strides_of_their_own(device: str) -> None:
-    """FlashInfer's decode says that they "must have identical strides"; here nothing needs that."""
-    tokens = Tokens(Batch((1, 1), (33, 70)), device)
-    k, v = tokens.caches()
-    apart = torch.full((len(v), 20, 2, 128), math.nan, dtype=BF16, device=device)[:, :16]
-    apart.copy_(v)
-    assert k.stride() != apart.stride()
-    wrapper = cute_attn.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
-    where = (tokens.kv_indptr, tokens.kv_indices, tokens.last_page_len, 4, 2, 128, 16)
-    wrapper.plan(*where, q_data_type=BF16, sm_scale=SCALE)
-    assert_close(wrapper.run(tokens.q, (k, apart)), tokens.expected(SCALE)[0])
-
-
-@pytest.mark.parametrize("words", [12, 2 << 20], ids=["few", "8MiB"])
-@pytest.mark.parametrize("q_len", [1, 3])
-def test_xqa_itself(words: int, q_len: int, device: str) -> None:
-    """`cute_attn.xqa` is the function and the module, as in FlashInfer; its semaphores may be few."""
-    tokens = Tokens(Batch((q_len,) * 2, (33, 70)), device)
-    shape = (2, 1, 4, 128) if q_len == 1 else (2, 1, q_len, 4, 128)
-    q, output = tokens.q.view(shape), torch.empty(shape, dtype=BF16, device=device)
-    mask = None if q_len == 1 else draft_mask([q_len] * 2, q_len, True).view(2, q_len, 2).to(device)
-    for function in (cute_attn.xqa, cute_attn.xqa.xqa):
-        output.fill_(7.0)
-        function(
-            q,
-            *tokens.caches("HND"),
-            tokens.block_tables(8),
-            tokens.seq_lens.to(torch.uint32)[:, None],
-            output,
-            workspace(device, 32),
-            torch.zeros(words, dtype=torch.uint32, device=device),
-            2,
-            16,
-            sinks=torch.tensor(SINKS, device=device).view(2, 2),
-            q_scale=SCALE * math.sqrt(128),
-            kv_scale=1.0,
-            sliding_win_size=0,
-            kv_layout="HND",
-            q_seq_len=q_len,
-            mask=mask,
-        )
-        expected = tokens.expected(SCALE, causal=True, sinks=torch.tensor(SINKS))[0]
-        assert_close(output.view(tokens.q.shape), expected)

@@ -80,19 +80,3 @@ def test_vllm_decodes_by_flash_mla(device: str) -> None:
         causal=True,
     )
     case.check((out, lse.transpose(1, 2) / math.log(2)))
-
-
-def test_new_tokens_are_appended_and_attended(device: str) -> None:
-    """The order of a step: append the rows of the new tokens, then attend them with all others."""
-    case = MlaCase(**STEP, page_size=16, device=device)
-    cache = case.cache.clone()
-    requests = torch.tensor([0, 2], dtype=torch.int32, device=device)
-    positions = torch.tensor([36, 129], dtype=torch.int32, device=device)
-    rows = torch.stack([cache[case.table[i, p // 16], p % 16] for i, p in ((0, 36), (2, 129))])
-    cache[case.table[0, 2], 4] = cache[case.table[2, 8], 1] = math.nan
-    last = torch.tensor([5, 0, 2], dtype=torch.int32, device=device)
-    ckv, kpe = cache.split((LATENT, ROPE), dim=-1)
-    where = case.indices, case.kv_indptr, last
-    cute_attn.append_paged_mla_kv_cache(*rows.split((LATENT, ROPE), dim=1), requests, positions, ckv, kpe, *where)
-    wrapper = case.wrapper()
-    case.check(wrapper.run(*case.parts()[:2], ckv, kpe, return_lse=True))

@@ -343,30 +343,6 @@ def test_a_mask_of_text_and_image_tokens(device: str) -> None:
     assert_close(out, tokens.expected(SCALE, keep=keep)[0])
 
 
-def test_ragged_prefill_of_mla(device: str) -> None:
-    """Decompressed keys of 192 and values of 128: new tokens, a chunk of the prefix, and both merged."""
-    whole = Tokens(Batch((9, 4), (30, 11), heads=(4, 4), dim=192, dim_vo=128), device)
-    results = []
-    for tokens, causal in zip(whole.split(), (False, True), strict=True):
-        wrapper = ragged_wrapper(device)
-        wrapper.begin_forward(
-            qo_indptr=tokens.qo_indptr.to(device),
-            kv_indptr=ends(tokens.batch.kv_lens).to(device),
-            num_qo_heads=4,
-            num_kv_heads=4,
-            head_dim_qk=192,
-            head_dim_vo=128,
-            q_data_type=BF16,
-            causal=causal,
-        )
-        k, v = tokens.ragged()
-        results.append(wrapper.forward_return_lse(tokens.q, k, v, causal=causal, sm_scale=SCALE, logits_soft_cap=0.0))
-    out, lse = merge_state(*results[0], *results[1])
-    expected = whole.expected(SCALE, causal=True)
-    assert_close(out, expected[0])
-    assert_lse(lse, expected[1])
-
-
 # ---- captured prefills
 
 

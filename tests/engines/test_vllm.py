@@ -73,10 +73,6 @@ def run_prefill(wrapper: Any, tokens: Tokens, cache: Any, **changes: Any) -> tor
     return out
 
 
-def prefill_wrapper(device: str, layout: str = "NHD") -> Any:
-    return BatchPrefillWithPagedKVCacheWrapper(workspace(device), layout, backend="auto")
-
-
 def check_attributes(wrapper: Any, window_left: int, soft_cap: float | None, causal: bool | None) -> None:
     assert wrapper._window_left == window_left
     assert wrapper._logits_soft_cap == (soft_cap or 0.0)
@@ -221,7 +217,8 @@ def test_steps(name: str, device: str) -> None:
         options = {}
     else:
         cache = tuple(x.view(torch.uint8).view(batch.kv_dtype) for x in tokens.caches(layout, fused=True))
-    wrapper = decode_wrapper(device, layout) if decodes else prefill_wrapper(device, layout)
+    of_prefill = BatchPrefillWithPagedKVCacheWrapper(workspace(device), layout, backend="auto")
+    wrapper = decode_wrapper(device, layout) if decodes else of_prefill
     (plan_decode if decodes else plan_prefill)(wrapper, tokens, **plan)
     causal = None if decodes else plan.get("causal", True)
     check_attributes(wrapper, plan.get("window_left", -1), plan.get("logits_soft_cap"), causal)

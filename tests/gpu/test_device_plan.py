@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -24,12 +23,11 @@ from tests.support.batch_case import (
     make,
     paged,
     ragged,
-    random_lengths,
     wrapper,
 )
 from tests.support.device_plan import moved
 from tests.support.device_schedules import cases, difference
-from tests.support.graphs import Captured, Results, cuda_graph, without_synchronising
+from tests.support.graphs import Captured, Results, cuda_graph, smaller, without_synchronising
 from tests.support.right import assert_right
 
 pytestmark = marks.SM80
@@ -49,17 +47,6 @@ def backends(case: BatchCase) -> list[str]:
     if case.kv_dtype is not None:
         return ["xqa"]
     return ["fa2", "fa3"] if marks.CAPABILITY == (9, 0) and case.kind != "decode" else ["fa2"]
-
-
-def smaller(case: BatchCase, count: int) -> Iterator[BatchCase]:
-    """Batches for which the tensors of `case` have room."""
-    seed, made = 0, 0
-    while made < count:
-        seed += 1
-        other = random_lengths(dataclasses.replace(case, seed=seed), seed, max(case.kv_lens))
-        if other.num_pages <= case.num_pages and other.rows <= case.rows:
-            made += 1
-            yield other
 
 
 def test_schedules_are_those_of_the_host() -> None:

@@ -20,11 +20,10 @@ from tests.support.batch_case import (
     paged,
     plan_arguments,
     ragged,
-    random_lengths,
     wrapper,
 )
 from tests.support.engine_graphs import CapturedLayers
-from tests.support.graphs import cuda_graph, graph_wrapper
+from tests.support.graphs import cuda_graph, graph_wrapper, smaller
 from tests.support.right import assert_right
 
 pytestmark = marks.SM80
@@ -38,20 +37,12 @@ CASES = [
 IDS = ["paged", "ragged", "decode", "verify"]
 
 
-def shorter(case: BatchCase, seed: int) -> BatchCase:
-    """Other lengths, for which the tensors of the capture have room."""
-    other = random_lengths(dataclasses.replace(case, seed=seed), seed, max(case.kv_lens))
-    if other.num_pages > case.num_pages:
-        return dataclasses.replace(case, kv_lens=case.kv_lens[::-1], seed=seed)
-    return other
-
-
 @pytest.mark.parametrize("backend", ["auto", "fa2"])
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_layers_of_one_plan(case: BatchCase, backend: str) -> None:
     captured = CapturedLayers(case, "cuda", cuda_graph, backend=backend)
-    for seed in range(6):
-        captured.replay(shorter(case, seed))
+    for other in smaller(case, 6):
+        captured.replay(other)
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

@@ -188,13 +188,12 @@ def test_random(backend: str, draw: str, first: int) -> None:
 FP8 = (*fp8_case.SMALL, *fp8_case.VARIED, *fp8_case.CUT, *fp8_case.LONG, *fp8_case.LARGE)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.id, marks=(*marks.GPU, pytest.mark.sm90)) for case in FP8])
-def test_fp8(case: Fp8Case) -> None:
+@pytest.mark.parametrize(("backend", "case"), params(itertools.product(("fa2", "fa3", "fa4"), FP8)))
+def test_fp8(backend: str, case: Fp8Case) -> None:
     """Every element is within what the rounding of probabilities explains."""
-    arch = archs.for_device(torch.cuda.current_device())
-    if select.reasons_against(capabilities.BY_NAME["fa3"], case.features(torch.device("cuda")), arch):
-        pytest.skip(f"{arch.name} has no fp8 kernel")
-    fp8_case.solve(case, "auto", "cuda")
+    if refusals(case.batch, backend):
+        pytest.skip(f"{backend} does not run this here")
+    fp8_case.solve(case, backend, "cuda")
 
 
 @pytest.mark.parametrize(("backend", "problem"), params(("fa3", problem) for problem in narrow_outputs.PROBLEMS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn.errors import NotSupported
 from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.latent import LatentAttention, extended
 from cute_attn.integrations.sglang.limits import ServerFacts
@@ -21,7 +19,7 @@ from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from tests.support.executors import DEVICES
 from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase, newest
 from tests.support.noted import noted
-from tests.support.sglang_case import Layer
+from tests.support.sglang_case import LATENT_LAYERS
 
 HEADS = 4
 KIND = LayerKind(False, HEADS, 1, LATENT + ROPE, SCALE, -1, 0.0, True)
@@ -74,30 +72,10 @@ def test_prompts_are_planned_once_per_step(device: str, monkeypatch: pytest.Monk
     assert len(plans) == 2
 
 
-SERVER = ServerFacts(BF16, BF16, mla=True)
-LAYERS = [Layer(qk_head_dim=qk, v_head_dim=vo) for qk, vo in (limits.ABSORBED, limits.DECOMPRESSED)]
-
-
 def test_servers_of_latent_attention() -> None:
-    limits.check(SERVER, LAYERS)
-    limits.check(SERVER._replace(kv_dtype=E4M3, speculative="EAGLE"), LAYERS)
-
-
-@pytest.mark.parametrize(
-    ("server", "layer", "reason"),
-    [
-        ({"deterministic": True}, {}, "splits depend on the batch"),
-        ({"draft_trees": True, "speculative": "EAGLE"}, {}, "draft trees with latent attention"),
-        ({"kv_dtype": torch.float8_e5m2}, {}, "fp8_e5m2 with latent attention"),
-        ({"quantized_pool": "MLATokenToKVPoolFP4"}, {}, "MLATokenToKVPoolFP4"),
-        ({}, {"qk_head_dim": 320, "v_head_dim": 256}, r"head dimensions \(320, 256\)"),
-        ({}, {"sliding_window_size": 128}, "a window or a soft cap"),
-    ],
-)
-def test_refusals(server: dict[str, Any], layer: dict[str, Any], reason: str) -> None:
-    with pytest.raises(NotSupported, match=reason) as caught:
-        limits.check(SERVER._replace(**server), [*LAYERS, dataclasses.replace(LAYERS[0], **layer)])
-    assert len(caught.value.refusals) == 1
+    server = ServerFacts(BF16, BF16, mla=True)
+    limits.check(server, LATENT_LAYERS)
+    limits.check(server._replace(kv_dtype=E4M3, speculative="EAGLE"), LATENT_LAYERS)
 
 
 # ---- SGLang's pool, layers and batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import functools
 import itertools
 import logging
@@ -21,7 +22,7 @@ from cute_attn.integrations.sglang import limits, planned, tables
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import PlannedAttention
-from cute_attn.integrations.sglang.tables import GraphTables, Operands, attend, table_step
+from cute_attn.integrations.sglang.tables import GraphTables, Operands, TableStep, attend
 from cute_attn.integrations.workspaces import Workspaces
 from tests.support.engine_case import Graph
 from tests.support.executors import GPU_MARKS
@@ -32,6 +33,7 @@ from tests.support.sglang_case import (
     HEADS,
     KINDS,
     KV_HEADS,
+    LATENT_LAYERS,
     MAX_CONTEXT,
     Layer,
     Server,
@@ -183,8 +185,8 @@ def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool, dev
         scales = [torch.tensor(x, device=device) for x in scales]
     attention = by_tables(device)
     sinks = torch.randn(HEADS, device=device)
-    for longest in (None, 90):
-        step = table_step([PageTables(server.slots, 16)], server.requests, server.seq_lens, longest)
+    for pages in (None, 6):
+        step = TableStep([PageTables(server.slots, 16).block_tables(server.requests, pages)], server.seq_lens.int())
         assert step.num_tokens == 3
         out = torch.empty_like(server.q)
         attention(step, Operands(kind, server.q, server.cache, out, *scales, sinks))
@@ -199,8 +201,7 @@ def test_decode_on_a_kernel(page_size: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(tables, "xqa_batch_decode_with_kv_cache", decode)
     server, kind = Server(page_size, [37, 5]), KINDS["window"]
     attention = by_tables("cpu")
-    pages = PageTables(server.slots, page_size)
-    step = table_step([pages], server.requests, server.seq_lens, longest=None)
+    step = TableStep([PageTables(server.slots, page_size).block_tables(server.requests)], server.seq_lens.int())
     out = torch.empty_like(server.q)
     with emulator.using("sm_90a"):
         attention(step, Operands(kind, server.q, server.cache, out))
@@ -282,7 +283,12 @@ def test_a_plain_server_is_served() -> None:
         ({"kv_dtype": torch.float16}, {}, "a KV cache of float16 under bfloat16"),
         ({"kv_dtype": torch.uint8, "quantized_pool": "nvfp4"}, {}, "the KV cache recipe nvfp4"),
         ({"kv_layouts": ("vectorized_5d",)}, {}, "vectorized_5d"),
-        ({"mla": True}, {}, "latent attention with head dimensions"),
+        ({"mla": True, "deterministic": True}, {}, "splits depend on the batch"),
+        ({"mla": True, "draft_trees": True, "speculative": "EAGLE"}, {}, "draft trees with latent attention"),
+        ({"mla": True, "kv_dtype": torch.float8_e5m2}, {}, "fp8_e5m2 with latent attention"),
+        ({"mla": True, "quantized_pool": "MLATokenToKVPoolFP4"}, {}, "MLATokenToKVPoolFP4"),
+        ({"mla": True}, {"qk_head_dim": 320, "v_head_dim": 256}, r"head dimensions \(320, 256\)"),
+        ({"mla": True}, {"sliding_window_size": 128}, "a window or a soft cap"),
         ({"encoder_decoder": True}, {}, "encoder-decoder"),
         ({"attention_chunk_size": 8192}, {}, "chunked attention"),
         ({"draft_worker": True}, {}, "--speculative-draft-attention-backend"),
@@ -307,8 +313,9 @@ def test_a_plain_server_is_served() -> None:
     ],
 )
 def test_refusals(server: dict[str, Any], layer: dict[str, Any], reason: str) -> None:
+    layers = LATENT_LAYERS if server.get("mla") else [LAYER]
     with pytest.raises(NotSupported, match=reason) as caught:
-        limits.check(SERVER._replace(**server), [LAYER, Layer(layer_id=1, **layer)])
+        limits.check(SERVER._replace(**server), [*layers, dataclasses.replace(layers[0], layer_id=1, **layer)])
     assert len(caught.value.refusals) == 1, "a reason is named once, and no other"
     assert "Instead: " in str(caught.value)
 

@@ -40,12 +40,12 @@ def _on_cpu() -> Iterator[None]:
     override.remove()
 
 
-def by_heads(heads: int, tokens: int) -> torch.Tensor:
-    return torch.randn(BATCH, heads, tokens, DIM).bfloat16()
+def by_heads(heads: int, tokens: int, batch: int = BATCH, dim: int = DIM) -> torch.Tensor:
+    return torch.randn(batch, heads, tokens, dim).bfloat16()
 
 
-def by_tokens(heads: int, tokens: int) -> torch.Tensor:
-    return torch.randn(BATCH, tokens, heads, DIM).bfloat16().transpose(1, 2)
+def by_tokens(heads: int, tokens: int, batch: int = BATCH, dim: int = DIM) -> torch.Tensor:
+    return torch.randn(batch, tokens, heads, dim).bfloat16().transpose(1, 2)
 
 
 def some_heads(heads: int, tokens: int) -> torch.Tensor:
@@ -205,21 +205,6 @@ def test_empty_batches(rows: int, cum_q: list[int], lens: list[int], paged: bool
 
 
 @pytest.mark.usefixtures("_on_cpu")
-def test_the_lse_is_what_context_parallel_merges() -> None:
-    """Results over two halves of the keys, merged by torch's own code, are those over all keys."""
-    attention = pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._attention")
-    q, k, v = by_heads(HEADS, 5), by_heads(HEADS, 12), by_heads(HEADS, 12)
-    merger = attention._SDPAMerger(True, seq_dim=2)
-    for half in (slice(0, 4), slice(4, 12)):
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k[:, :, half], v[:, :, half])
-        merger.step(out, lse, False)
-    out, lse = merger.results()
-    want, want_lse = expected(q, k, v, False)
-    torch.testing.assert_close(out.double(), want, **TOLERANCE)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.usefixtures("_on_cpu")
 def test_compiled() -> None:
     def function(q: Any, k: Any, v: Any) -> Any:
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0] + 1
@@ -287,15 +272,15 @@ def test_torch_knows_the_name() -> None:
 
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="inductor needs triton")
 CASES = (
-    # batch, heads, kv heads, qo_len, kv_len, head_dim, causal, by tokens: q, kv
-    (2, 8, 8, 512, 512, 128, True, True, True),
-    (2, 8, 2, 300, 300, 64, True, False, False),
-    (3, 8, 2, 100, 777, 128, False, True, False),
-    (1, 16, 4, 1, 4096, 128, False, False, False),
-    (4, 8, 2, 1, 1000, 128, False, True, True),
-    (2, 4, 4, 65, 130, 96, False, False, True),
-    (2, 4, 2, 257, 257, 256, True, True, True),
-    (2, 4, 4, 50, 50, 40, True, True, True),
+    # batch, heads, kv heads, qo_len, kv_len, head_dim, causal, q, k and v
+    (2, 8, 8, 512, 512, 128, True, by_tokens, by_tokens),
+    (2, 8, 2, 300, 300, 64, True, by_heads, by_heads),
+    (3, 8, 2, 100, 777, 128, False, by_tokens, by_heads),
+    (1, 16, 4, 1, 4096, 128, False, by_heads, by_heads),
+    (4, 8, 2, 1, 1000, 128, False, by_tokens, by_tokens),
+    (2, 4, 4, 65, 130, 96, False, by_heads, by_tokens),
+    (2, 4, 2, 257, 257, 256, True, by_tokens, by_tokens),
+    (2, 4, 4, 50, 50, 40, True, by_tokens, by_tokens),
 )
 
 
@@ -321,12 +306,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def tensors(case: Any, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    batch, heads, kv_heads, qo_len, kv_len, head_dim, _, q_by_tokens, kv_by_tokens = case
-    made = []
-    for h, n, by_tokens in ((heads, qo_len, q_by_tokens), *[(kv_heads, kv_len, kv_by_tokens)] * 2):
-        x = torch.randn((batch, n, h, head_dim) if by_tokens else (batch, h, n, head_dim), dtype=dtype, device="cuda")
-        made.append(x.transpose(1, 2) if by_tokens else x)
-    return made
+    batch, heads, kv_heads, qo_len, kv_len, head_dim, _, make_q, make_kv = case
+    made = make_q(heads, qo_len, batch, head_dim), *(make_kv(kv_heads, kv_len, batch, head_dim) for _ in "kv")
+    return [x.to("cuda", dtype) for x in made]
 
 
 def by_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -339,7 +321,7 @@ def by_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
 
 @needs_gpu
 @pytest.mark.usefixtures("_active")
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[:7]}-{case[7].__name__}-{case[8].__name__}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @torch.no_grad()
 def test_flash_calls_run_here(case: Any, dtype: torch.dtype, calls: Counter[str]) -> None:

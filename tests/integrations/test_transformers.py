@@ -97,19 +97,6 @@ def test_packed_sequences_do_not_see_each_other(name, planned):
     assert all(call.kwargs["custom_mask"] is None for call in planned)  # chunks part the sequences further
 
 
-@pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4, 0, 1, 2], [5, 6, 7, 8, 9, 0, 1, 2]])
-def test_chunks_of_packed_sequences_follow_their_positions(positions):
-    """Chunks of 8: the second row crosses into another one after its third token."""
-    if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
-        pytest.skip("this release of transformers counts chunks along the row, not within a packed sequence")
-    model, ids, options = tiny.pair("llama4"), tiny.tokens(1, 8), {"position_ids": torch.tensor([positions])}
-    exact, eager, ours = (
-        tiny.logits(of, how, ids, use_cache=False, **options)
-        for of, how in ((model.exact, "eager"), (model.half, "eager"), (model.half, OURS))
-    )
-    assert tiny.error(ours, exact) <= CLOSE * tiny.error(eager, exact)
-
-
 def test_cu_seq_lens_part_a_row_of_tokens():
     model, ids = tiny.pair("llama"), tiny.tokens(1, sum(PACKED))
     bounds = torch.tensor([0, *PACKED]).cumsum(0).int()

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -36,20 +35,15 @@ def placed(case: MlaCase, device: str) -> MlaCase:
     return dataclasses.replace(case, device="cuda" if device == "cuda" else "cpu", made={})
 
 
-def described(case: MlaCase, device: str, padding: int = 0, seq_lens: torch.Tensor | None = None) -> LatentDecodes:
+def described(case: MlaCase, device: str, padding: int = 0) -> LatentDecodes:
     """The step of a batch, with requests that pad it."""
     starts = torch.cat((case.qo_indptr, case.qo_indptr[-1:].expand(padding)))
     rows = len(case.q) + padding * max(case.q_lens)
     table = torch.cat((case.table.clamp_min(0), case.table.new_zeros(padding, case.table.shape[1])))
-    lengths = case.seq_lens if seq_lens is None else seq_lens
-    lengths = torch.cat((lengths, lengths.new_zeros(padding)))
+    lengths = torch.cat((case.seq_lens, case.seq_lens.new_zeros(padding)))
     decodes = split_decodes(starts.cpu(), len(lengths), rows, max(case.q_lens), max(case.q_lens))
     backend = "emulator" if device == "emulator" else "auto"
     return LatentDecodes(decodes, table, lengths, starts, case.workspace(), backend)
-
-
-def entered(device: str) -> contextlib.AbstractContextManager[Any]:
-    return emulator.using("sm_90a") if device == "emulator" else contextlib.nullcontext()
 
 
 @pytest.mark.parametrize("device", ENTRIES)
@@ -61,7 +55,7 @@ def test_decodes(name: str, device: str) -> None:
     q_pe = torch.nn.functional.pad(case.q[..., LATENT:], (128, 0))[..., 128:]
     cache = case.cache.view(torch.uint8) if case.narrow else case.cache
     scale = SCALED if case.narrow else 3.0  # which caches of 16 bits do not have
-    with entered(device):
+    with emulator.using("sm_90a") if device == "emulator" else contextlib.nullcontext():
         found, lse = latent.decode((q_nope, q_pe), cache, described(case, device), SCALE, scale, True)
     assert lse is not None
     case.check((found, lse / math.log(2)), (SCALED, SCALED) if case.narrow else (1.0, 1.0))
@@ -78,23 +72,6 @@ def test_rows_of_padding_are_0(name: str, device: str) -> None:
     assert lse is None
     assert not found[len(case.q) :].any()
     case.check((found[: len(case.q)], case.expected()[1]))
-
-
-def test_ranks_are_merged_by_natural_lse() -> None:
-    """Two ranks have a part of each request's keys, one of them none of the second request's."""
-    case = MlaCase(heads=4, q_lens=(1, 1), kv_lens=(48, 16), page_size=16)
-    first = described(case, "cpu", seq_lens=torch.tensor([16, 16], dtype=torch.int32))
-    last = described(case, "cpu", seq_lens=torch.tensor([32, 0], dtype=torch.int32))
-    last = last._replace(block_table=case.table.clamp_min(0)[:, 1:])
-    parts = [latent.decode(case.q, case.cache, step, SCALE, 1.0, True) for step in (first, last)]
-    outs, lses = (
-        torch.stack([x.double() for x, _ in parts]),
-        torch.stack([x.double() for _, x in parts if x is not None]),
-    )
-    assert (lses[1, 1] == -math.inf).all()
-    whole = lses.logsumexp(0)
-    merged = (outs * (lses - whole).exp()[..., None]).sum(0)
-    case.check((merged, whole / math.log(2)))
 
 
 @needs_gpu

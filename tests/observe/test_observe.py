@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import cute_attn
+from cute_attn import errors, exports
 from cute_attn.cli import main, replay
 from cute_attn.errors import ArgumentError
 from cute_attn.observe.dump import Dumper, from_environment
-from cute_attn.observe.hooks import Call
+from cute_attn.observe.hooks import Call, public_names
 from cute_attn.observe.snapshot import ALIGNMENT, Reader, Snapshot
 from tests.support import subprocesses
 from tests.support.commands import printed
@@ -80,6 +81,12 @@ def test_every_outermost_call_is_seen_once(dumped: tuple[list[Path], list[str]])
     assert [file.name.split("-", 4)[4] for file in files] == [f"{name}.zip" for name in NAMES]
     assert [name for name in ranges if name != "end"] == [f"cute_attn.{name}" for name in NAMES]
     assert ranges[1::2] == ["end"] * len(NAMES)
+
+
+def test_all_that_is_public_is_observed() -> None:
+    describing = {"FP4Tensor", "Features", "explain", "get_device_sm_count"}
+    describing.add("get_trtllm_gen_multi_ctas_kv_counter_bytes")
+    assert {*exports.__all__} - describing - {*vars(errors)} <= {name for _, name, _ in public_names()}
 
 
 @pytest.mark.emulator

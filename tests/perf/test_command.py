@@ -13,9 +13,9 @@ import torch
 
 from cute_attn.cli import bench as cli
 from cute_attn.errors import ArgumentError, ArtifactError
-from perf import coldstart, command, machine, program
+from perf import bench, coldstart, command, machine, program
 from perf.workloads import BatchWorkload, equal, one_request
-from tests.perf import ENVIRONMENT
+from tests.perf import ABSENT, record_of, row_of_fakes
 from tests.support.commands import printed
 
 ROOT = Path(__file__).parents[2]
@@ -90,46 +90,25 @@ def test_without_a_gpu_it_says_what_is_missing(capsys: pytest.CaptureFixture[str
     assert "must end in .json, .csv, .png" in printed(capsys, ["bench", "--output_path", "speeds.txt"], 2)
 
 
-def record() -> dict[str, Any]:
-    entry = {"median_us": 500.0, "p20_us": 499.0, "p80_us": 501.0, "speed": 1234.4, "share": 0.5, "error": 1e-3}
-    w = equal(2, 1, 64, (4, 2), 64, 16)
-    row = {
-        "name": w.name,
-        "section": "bench",
-        "workload": {**vars(w)},
-        "unit": "GB/s",
-        "ratio": 1.5,
-        "best_peer": "FlashInfer fa2",
-        "sm_clock_mhz": 1755,
-        "candidates": {"cute_attn": entry, "cute_attn xqa function": entry, "FlashInfer XQA": {"reason": "not built"}},
-    }
-    environment = {**ENVIRONMENT, "gpu": "some GPU"}
-    summary = {"bench": {"compared": 1, "rows": 1, "mean": 1.5, "lowest": 1.5}}
-    ceilings = {"read": 3000.0, "copy": 2900.0, "gemm": 700.0}
-    return {
-        "command": "bench",
-        "environment": environment,
-        "ceilings": ceilings,
-        "rows": [row],
-        "failed_rows": {},
-        "summary": summary,
-    }
-
-
 def test_outputs_have_the_numbers(tmp_path: Path) -> None:
-    text = command.text(record())
-    assert "some GPU" in text
-    assert "FlashInfer XQA: not built" in text
+    fakes = {"cute_attn": 0.5, "cute_attn xqa function": 0.5, "FlashInfer fa2": 0.75, "FlashInfer XQA": ABSENT}
+    row = row_of_fakes(one_request(1, 64, 4, 2, 64, 64, dtype="float16"), fakes)
+    ours = row["candidates"]["cute_attn"]
+    record = {**record_of({**row, "section": "bench"}), "summary": {"bench": bench.summary([row])}}
+    text = command.text(record)
+    assert "FlashInfer XQA: UnavailableError: it is not installed" in text
     head, _, line = text.split("\n\n")[2].splitlines()
-    assert line.split()[-3:] == ["fa2)", "1.0e-03", "1755"]
+    assert line.split()[-3:] == ["fa2)", f"{ours['error']:.1e}", "1755"]
     assert line.index(")") + 1 == head.index("cute_attn") + len("cute_attn"), "columns are aligned"
     for name in ("a.json", "a.csv", "a.png"):
-        command.write(record(), tmp_path / name, "tag", DECODE)
-    assert json.loads((tmp_path / "a.json").read_text())["rows"][0]["ratio"] == 1.5
+        command.write(record, tmp_path / name, "tag", DECODE)
+    assert json.loads((tmp_path / "a.json").read_text())["rows"][0]["ratio"] == row["ratio"]
     with (tmp_path / "a.csv").open() as file:
-        ours, _, peer = csv.DictReader(file)
-    assert (ours["routine"], ours["case_tag"], ours["median_ms"], ours["gb_per_s"]) == (DECODE, "tag", "0.5", "1234.4")
-    assert (peer["backend"], peer["reason"], peer["gb_per_s"]) == ("FlashInfer XQA", "not built", "")
+        own, *_, peer = csv.DictReader(file)
+    assert (own["routine"], own["case_tag"], own["median_ms"]) == (DECODE, "tag", "0.5")
+    assert float(own["gb_per_s"]) == pytest.approx(ours["speed"], abs=0.1)
+    assert (peer["backend"], peer["gb_per_s"]) == ("FlashInfer XQA", "")
+    assert "not installed" in peer["reason"]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -8,9 +8,8 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,15 +22,24 @@ from perf.harness import ceilings
 from perf.machine import UnavailableError
 from perf.peers import PEERS, Peer
 from perf.rows import ANCHORS, SECTIONS
-from perf.workloads import BatchInputs, BatchWorkload, equal, one_request
-from tests.perf import BATCHES, ENVIRONMENT, assert_right, our_candidates
-from tests.support.dense_attention import attention, seen
+from perf.workloads import BatchWorkload, equal, one_request
+from tests.perf import (
+    ABSENT,
+    BATCHES,
+    CEILINGS,
+    CPU,
+    WRONG,
+    FakeTimer,
+    assert_right,
+    our_candidates,
+    record_of,
+    row_of_fakes,
+)
+from tests.support.dense_attention import seen
 
 DTYPES = ("bfloat16", "e4m3")
 ROOT = Path(__file__).parents[2]
-CPU = torch.device("cpu")
 SMALL = one_request(96, 128, 4, 2, 64, 64, causal=True, dtype="float16")
-CEILINGS = {"read": 4000.0, "copy": 4000.0, "gemm": 700.0}
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -119,36 +127,6 @@ def test_input_sets_exceed_twice_the_l2() -> None:
         assert w.num_sets(l2_bytes) * w.bytes > 2 * l2_bytes >= (w.num_sets(l2_bytes) - 1) * w.bytes
 
 
-class FakeReplay(NamedTuple):
-    name: str
-    launches: int
-
-
-class FakeTimer:
-    """Timer whose launches take `speeds` (ms, by candidate), with a jitter of 0, +10 %, -10 % in turn. Candidates are
-    told by the order of captures, two of each: a probe and the real one.
-    """
-
-    def __init__(self, speeds: dict[str, float]) -> None:
-        self.speeds = speeds
-        self.order: list[str] = []
-        self.walked: list[list[Any]] = []
-        self.runs = 0
-
-    def capture(self, calls: Sequence[Callable[[], Any]], launches: int) -> FakeReplay:
-        self.walked.append([calls[i % len(calls)]() for i in range(launches)])
-        return FakeReplay(list(self.speeds)[(len(self.walked) - 1) // 2], launches)
-
-    def run(self, replays: Sequence[Any]) -> list[float]:
-        self.runs += 1
-        jitter = (1.0, 1.1, 0.9)[self.runs % 3]
-        self.order += [replay.name for replay in replays]
-        return [self.speeds[replay.name] * jitter * replay.launches for replay in replays]
-
-    def sm_clock_mhz(self, replay: Any) -> int | None:
-        return 1755
-
-
 def named(name: str, sets: int) -> list[Callable[[], str]]:
     return [lambda i=i: f"{name}{i}" for i in range(sets)]  # type: ignore[misc]
 
@@ -185,10 +163,6 @@ def test_a_candidate_that_cannot_be_captured_is_a_reason() -> None:
     times, _ = harness.measure({"bad": [fails], "good": named("good", 1)}, FakeTimer({"good": 1.0}), rounds=3)
     assert times["bad"] == {"reason": "not captured: RuntimeError: no kernel for you"}
     assert "median_us" in times["good"]
-
-
-def right(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
-    return attention(*x[:3], seen(w.qo_lens[0], w.kv_lens[0], w.causal))[0]
 
 
 @given(st.integers(1, 20000))
@@ -310,26 +284,11 @@ def test_a_single_request_is_a_batch_of_one_whose_pages_are_in_order() -> None:
         peers.in_pages(peers.our_xqa, dataclasses.replace(w, kv_lens=(70,)), sets)
 
 
-def row_of_fakes() -> dict[str, Any]:
-    def bind(offset: float) -> Callable[[BatchWorkload, Sequence[BatchInputs]], list[harness.Call]]:
-        return lambda w, sets: [lambda x=x: right(w, x) + offset for x in sets]  # type: ignore[misc]
-
-    def absent(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[harness.Call]:
-        raise UnavailableError("it is not installed")
-
-    binds = {
-        "cute_attn": bind(0.0),
-        "peer A": bind(0.0),
-        "peer B": bind(0.5),
-        "peer C": absent,
-        "peer D": bind(0.0),
-    }
-    timer = FakeTimer({"cute_attn": 1.0, "peer A": 1.25, "peer D": 2.0})
-    return bench.run_row(SMALL, binds, timer, CEILINGS, CPU, l2_bytes=1 << 16, rounds=9)
+FAKES = {"cute_attn": 1.0, "peer A": 1.25, "peer B": WRONG, "peer C": ABSENT, "peer D": 2.0}
 
 
 def test_row_has_speed_share_ratio_error_and_reasons() -> None:
-    row = row_of_fakes()
+    row = row_of_fakes(SMALL, FAKES)
     ours, a = row["candidates"]["cute_attn"], row["candidates"]["peer A"]
     assert ours["median_us"] == pytest.approx(1000.0)
     assert ours["speed"] == pytest.approx(SMALL.flops / 1e-3 / 1e12)
@@ -351,15 +310,8 @@ def test_ratio_needs_both_sides() -> None:
 
 
 def test_markdown_shows_every_number_and_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = row_of_fakes()
-    record = {
-        "command": "python -m perf.run prefill",
-        "environment": ENVIRONMENT,
-        "ceilings": CEILINGS,
-        "rows": [row],
-        "failed_rows": {"a long row": "OutOfMemoryError: too long"},
-    }
-    bench.save(record, tmp_path / "deep" / "record.json")
+    row = row_of_fakes(SMALL, FAKES)
+    bench.save(record_of(row), tmp_path / "deep" / "record.json")
     report.main([str(tmp_path / "deep" / "record.json")])
     shown = capsys.readouterr().out
     line = next(line for line in shown.splitlines() if SMALL.name in line)

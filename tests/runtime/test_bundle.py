@@ -120,15 +120,6 @@ def test_a_failure_leaves_the_bundle_that_was_there(tmp_path: Path) -> None:
     assert bundle.find(SPEC, ARCH) == made(SPEC)
 
 
-def test_another_manifest_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "bundle").mkdir(mode=0o755)
-    manifest = tmp_path / "bundle" / bundle.MANIFEST
-    manifest.write_text('{"name": "web"}')
-    with pytest.raises(ArtifactError, match=r"no bundle written: .*manifest\.json is not one of a bundle.*KeyError"):
-        written(tmp_path)
-    assert manifest.read_text() == '{"name": "web"}'
-
-
 def test_a_bundle_of_other_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(cache, "source_fingerprint", lambda: "0" * 64)

@@ -22,16 +22,21 @@ import cute_attn
 from cute_attn import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, emulator
 from cute_attn.integrations import aten_flash, distributed
 from cute_attn.integrations.distributed import travel
-from tests.support.dense_attention import attention, seen
-from tests.support.engine_case import Batch, Tokens
+from tests.support.dense_attention import attention, random, seen
+from tests.support.engine_case import BF16, Batch, Tokens
 
 LN2 = math.log(2)
 ROUNDING = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
-def randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator).to(device, dtype)
+def randn(*shape: int, device: torch.device, dtype: torch.dtype = BF16, seed: int = 0) -> torch.Tensor:
+    return random(*shape, dtype=dtype, device=str(device), seed=seed + sum(shape))
+
+
+def operands(device: torch.device, length: int, shape: tuple[int, ...], dtype: torch.dtype = BF16) -> Any:
+    """q, k and v of a sequence; `shape`: heads, kv heads, and head dimensions of k and of v."""
+    sizes = (shape[0], shape[2]), (shape[1], shape[2]), (shape[1], shape[3])
+    return [randn(length, *size, device=device, dtype=dtype, seed=i) for i, size in enumerate(sizes)]
 
 
 def of_kernels(device: torch.device) -> float:
@@ -258,14 +263,11 @@ def zigzag(device: torch.device, group: Any) -> None:
 
 
 def ring(device: torch.device, group: Any, *, causal: bool, length: int, **options: Any) -> None:
-    heads, kv_heads, dim, dim_v = options.pop("shape", (4, 2, 64, 64))
-    dtype = options.pop("dtype", torch.bfloat16)
+    shape, dtype = options.pop("shape", (4, 2, 64, 64)), options.pop("dtype", BF16)
     rounding = options.pop("rounding", of_kernels(device))
     if options.pop("sinks", False):
-        options["sinks"] = randn(heads, device=device, dtype=torch.float32) * 3
-    q = randn(length, heads, dim, device=device, dtype=dtype)
-    k = randn(length, kv_heads, dim, device=device, dtype=dtype, seed=1)
-    v = randn(length, kv_heads, dim_v, device=device, dtype=dtype, seed=2)
+        options["sinks"] = randn(shape[0], device=device, dtype=torch.float32) * 3
+    q, k, v = operands(device, length, shape, dtype)
     cap = options.get("logits_soft_cap", 0.0)
     o, s = attention(q, k, v, seen(length, length, causal), soft_cap=cap, sinks=options.get("sinks"))
     own = [distributed.shard_zigzag(x, group=group) for x in (q, k, v)]
@@ -332,15 +334,12 @@ def ring_errors(device: torch.device, group: Any) -> None:
 
 
 def ulysses(device: torch.device, group: Any, *, shape: tuple[int, ...], uneven: bool = False, **options: Any) -> None:
-    heads, kv_heads, dim, dim_v = shape
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     tokens = [7, 0, 12, 3][:ranks] if uneven else [6] * ranks
     length = sum(tokens)
     if options.pop("sinks", False):
-        options["sinks"] = randn(heads, device=device, dtype=torch.float32) * 3
-    q = randn(length, heads, dim, device=device)
-    k = randn(length, kv_heads, dim, device=device, seed=1)
-    v = randn(length, kv_heads, dim_v, device=device, seed=2)
+        options["sinks"] = randn(shape[0], device=device, dtype=torch.float32) * 3
+    q, k, v = operands(device, length, shape)
     start = sum(tokens[:rank])
     own = [x[start : start + tokens[rank]] for x in (q, k, v)]
     per_rank = tokens if uneven else None

@@ -38,6 +38,17 @@ def cuda_graph(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     return results, graph.replay
 
 
+def smaller(case: BatchCase, count: int) -> Iterator[BatchCase]:
+    """Batches for which the tensors of `case` have room."""
+    seed, made = 0, 0
+    while made < count:
+        seed += 1
+        other = random_lengths(dataclasses.replace(case, seed=seed), seed, max(case.kv_lens))
+        if other.num_pages <= case.num_pages and other.rows <= case.rows:
+            made += 1
+            yield other
+
+
 @contextlib.contextmanager
 def without_synchronising() -> Iterator[None]:
     """Torch raises where its own calls wait for the GPU."""

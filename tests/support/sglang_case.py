@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, lengths
 from cute_attn.integrations.sglang.planned import PlannedAttention
 from tests.support.engine_case import Batch, Tokens
@@ -34,6 +35,9 @@ class Layer:
     pos_encoding_mode: str = "NONE"
     logit_capping_method: str = "tanh"
     xai_temperature_len: int = -1
+
+
+LATENT_LAYERS = [Layer(qk_head_dim=qk, v_head_dim=vo) for qk, vo in (limits.ABSORBED, limits.DECOMPRESSED)]
 
 
 class Server:

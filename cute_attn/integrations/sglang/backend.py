@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
 
-from cute_attn.integrations.sglang.base import LayerCall, PagedBackend, drafts_of
+from cute_attn.integrations.sglang.base import PagedBackend, drafts_of
 from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import PlannedAttention
 from cute_attn.integrations.sglang.tables import Operands, TableStep, attend
@@ -153,13 +153,14 @@ class CuteAttnBackend(PagedBackend):
 
     # ---- a layer
 
-    def _attend(self, call: LayerCall) -> None:
-        layer, pool, step = call.layer, self.token_to_kv_pool, self.forward_metadata
-        if call.saved_with is not None:
-            location = KVWriteLoc.for_batch(call.saved_with, swa_loc=self._window_loc)
-            pool.set_kv_buffer(layer, location, call.k, call.v, layer.k_scale, layer.v_scale)
+    def _attend(self, layer: RadixAttention, new: Operands, saved_with: Any) -> None:
+        pool, step = self.token_to_kv_pool, self.forward_metadata
+        if saved_with is not None:
+            location = KVWriteLoc.for_batch(saved_with, swa_loc=self._window_loc)
+            pool.set_kv_buffer(layer, location, *new.kv, layer.k_scale, layer.v_scale)
         k, v = (as_pages(x, self.page_size, self._layout) for x in pool.get_kv_buffer(layer.layer_id))
-        operands = Operands(call.kind, call.q, (k, v), call.out, *self._scales(layer), call.sinks)
+        k_scale, v_scale = self._scales(layer)
+        operands = new._replace(kv=(k, v), k_scale=k_scale, v_scale=v_scale)
         if isinstance(step, TableStep):
             self._by_table(step, operands)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -14,23 +14,10 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, Scale
-from cute_attn.integrations.sglang.tables import GraphTables, TableStep, table_step
+from cute_attn.integrations.sglang.tables import GraphTables, Operands, TableStep
 from cute_attn.request import checks
 from cute_attn.request.settings import FP8
 from cute_attn.runtime import capture
-
-
-class LayerCall(NamedTuple):
-    """What a layer is to compute, into `out`; q and out are without the rows that pad the batch."""
-
-    layer: RadixAttention
-    kind: LayerKind
-    q: torch.Tensor
-    k: Any
-    v: Any
-    sinks: torch.Tensor | None
-    out: torch.Tensor
-    saved_with: Any  # the batch at whose slots k and v are written; None: they are not
 
 
 class PagedBackend(AttentionBackend):
@@ -81,10 +68,11 @@ class PagedBackend(AttentionBackend):
 
     def _table_step(self, batch: Any) -> TableStep:
         """Return a batch by its page tables: of decode, of drafts, or of extends, as if they had one token each."""
-        drafts = drafts_of(batch)
-        longest = None if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.max()) + drafts
-        requests, seq_lens = batch.req_pool_indices, batch.seq_lens + drafts
-        return table_step(self._pools, requests, seq_lens, longest, max(drafts, 1))
+        drafts, pages = drafts_of(batch), None
+        if batch.seq_lens_cpu is not None:  # tables as narrow as the longest request
+            pages = -(-(int(batch.seq_lens_cpu.max()) + drafts) // self.page_size)
+        tables = [pool.block_tables(batch.req_pool_indices, pages) for pool in self._pools]
+        return TableStep(tables, (batch.seq_lens + drafts).to(torch.int32), max(drafts, 1))
 
     # ---- CUDA graphs
 
@@ -159,13 +147,15 @@ class PagedBackend(AttentionBackend):
         if tokens < len(q):
             out[tokens:].zero_()
         saved_with = forward_batch if save_kv_cache and k is not None else None
-        self._attend(LayerCall(layer, kind, q[:tokens], k, v, sinks, out[:tokens], saved_with))
+        self._attend(layer, Operands(kind, q[:tokens], (k, v), out[:tokens], sinks=sinks), saved_with)
         return out.view(len(q), -1)
 
     forward_decode = forward_extend
 
-    def _attend(self, call: LayerCall) -> None:
-        """Compute a layer."""
+    def _attend(self, layer: RadixAttention, new: Operands, saved_with: Any) -> None:
+        """Compute a layer over its cache. `new`: with the keys and values of its new tokens; `saved_with`: the batch at
+        whose slots these are written, None if they are not.
+        """
         raise NotImplementedError
 
     def _checked_kind(self, layer: RadixAttention) -> LayerKind:

@@ -11,10 +11,10 @@ from typing import Any
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from cute_attn.integrations.sglang import limits
-from cute_attn.integrations.sglang.base import LayerCall, PagedBackend, refuse_arguments
+from cute_attn.integrations.sglang.base import PagedBackend, refuse_arguments
 from cute_attn.integrations.sglang.latent import LatentAttention, extended
 from cute_attn.integrations.sglang.metadata import as_pages
-from cute_attn.integrations.sglang.tables import TableStep
+from cute_attn.integrations.sglang.tables import Operands, TableStep
 
 
 class CuteAttnMLABackend(PagedBackend):
@@ -35,17 +35,16 @@ class CuteAttnMLABackend(PagedBackend):
 
     # ---- a layer
 
-    def _attend(self, call: LayerCall) -> None:
-        refuse_arguments({"sinks": call.sinks})
-        layer, kind, q, step = call.layer, call.kind, call.q, self.forward_metadata
+    def _attend(self, layer: Any, new: Operands, saved_with: Any) -> None:
+        refuse_arguments({"sinks": new.sinks})
+        (k, v), q, kind, step = new.kv, new.q, new.kind, self.forward_metadata
         if (kind.head_dim, layer.v_head_dim) != limits.ABSORBED:
-            assert call.k is not None
-            assert call.v is not None
-            self._attention.run_new(step, kind, (q, call.k[: len(q)], call.v[: len(q)]), call.out)
+            self._attention.run_new(step, kind, (q, k[: len(q)], v[: len(q)]), new.out)
             return
         scale, _ = self._scales(layer)
-        if call.saved_with is not None:
-            row = call.k if scale is None else call.k / scale
-            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc.for_batch(call.saved_with), row, call.v)
+        if saved_with is not None:
+            self.token_to_kv_pool.set_kv_buffer(
+                layer, KVWriteLoc.for_batch(saved_with), k if scale is None else k / scale, v
+            )
         cache = as_pages(self.token_to_kv_pool.get_key_buffer(layer.layer_id)[:, 0], self.page_size, "NHD")
-        self._attention.run_rows(step, kind, q, cache, call.out, scale)
+        self._attention.run_rows(step, kind, q, cache, new.out, scale)

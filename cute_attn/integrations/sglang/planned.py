@@ -60,10 +60,10 @@ class PlannedAttention:
 
     def run(self, layer: Operands) -> None:
         """Compute a layer's attention into `out`."""
-        kind, q, kv_cache, out, k_scale, v_scale, sinks = layer
+        kind, q, kv, out, k_scale, v_scale, sinks = layer
         if kind not in self._planned:
             self._plan(kind)
-        self._wrappers[kind].run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, out=out, sinks=sinks)
+        self._wrappers[kind].run(q, kv, k_scale=k_scale, v_scale=v_scale, out=out, sinks=sinks)
 
     def _plan(self, kind: LayerKind) -> None:
         """Plan a layer's wrapper. A decode is a prefill of one token per request: in deterministic mode with the bits

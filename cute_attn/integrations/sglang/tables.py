@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,24 +29,12 @@ class TableStep(NamedTuple):
         return self.seq_lens.numel() * self.q_len if self.starts_cpu is None else int(self.starts_cpu[-1])
 
 
-def table_step(
-    pools: Sequence[PageTables], requests: torch.Tensor, seq_lens: torch.Tensor, longest: int | None, q_len: int = 1
-) -> TableStep:
-    """Describe a batch in new tensors.
-
-    `requests`: rows of the token table. `seq_lens`: keys of each request, those of its q_len query tokens included.
-    `longest`: the most of them if the host knows it, which makes tables narrower.
-    """
-    pages = None if longest is None else -(-longest // pools[0].page_size)
-    return TableStep([pool.block_tables(requests, pages) for pool in pools], seq_lens.to(torch.int32), q_len)
-
-
 class Operands(NamedTuple):
-    """The tensors of a layer, without the rows that pad a batch."""
+    """The tensors of a layer; those of tokens are without the rows that pad a batch."""
 
     kind: LayerKind
     q: torch.Tensor  # [num_tokens, heads, head_dim]
-    kv_cache: tuple[torch.Tensor, torch.Tensor]  # pages of the pool
+    kv: tuple[Any, Any]  # keys and values: pages of the pool
     out: torch.Tensor  # written; like q
     k_scale: Scale = None
     v_scale: Scale = None
@@ -59,10 +47,10 @@ def attend(step: TableStep, layer: Operands, *, workspace: torch.Tensor, layout:
     `workspace`: uint8, `workspaces.DECODE_BYTES`, zeros. `layout`: "NHD" or "HND", of the pool. `max_context`: an upper
     bound of the keys of a request.
     """
-    kind, q, kv_cache, out, k_scale, v_scale, sinks = layer
+    kind, q, kv, out, k_scale, v_scale, sinks = layer
     xqa_batch_decode_with_kv_cache(
         q,
-        kv_cache,
+        kv,
         workspace,
         step.tables[kind.in_window_pool],
         step.seq_lens,

@@ -35,10 +35,7 @@ def check_call(
         refuse("the paged cache of continuous batching", "transformers asks for a flash implementation", "generate()")
     if options.get("cu_seq_lens_q") is None and options.get("cu_seq_lens_k") is not None:
         raise ArgumentError("cu_seq_lens_q must be given with cu_seq_lens_k, got None")
-    _check_tensors(*tensors)
-
-
-def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    q, k, v = tensors
     for name, x in (("query", q), ("key", k), ("value", v)):
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             raise ArgumentTypeError(f"{name} must be a tensor [batch, heads, tokens, head_dim]")

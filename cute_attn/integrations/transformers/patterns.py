@@ -31,13 +31,9 @@ class Pattern(NamedTuple):
     left_padding: torch.Tensor | None = None  # [batch] the position at which chunks start
 
 
-class _Any:
-    """A placeholder in a template for a function that is recognised on its own."""
-
-    name = "any"  # under which `_same` puts the function
-
-    def __call__(self, *_: Any) -> Any:
-        raise AssertionError("a placeholder is not called")
+def _any(*_: Any) -> Any:
+    """Stand in a template for a function that is recognised on its own; `_same` finds it under this name."""
+    raise AssertionError("a placeholder is not called")
 
 
 class Template(NamedTuple):
@@ -70,7 +66,7 @@ def _packed(local: bool, found: dict[str, Any]) -> Pattern | None:
     """Return the pattern of packed sequences around another one. `local`: positions count within a segment; else along
     the row, which moves chunks but no window.
     """
-    inner, ids, positions = recognise(found[_Any.name]), found.get("packed_sequence_mask"), found.get("position_ids")
+    inner, ids, positions = recognise(found["_any"]), found.get("packed_sequence_mask"), found.get("position_ids")
     if inner is None or inner.segment_ids is not None or not isinstance(ids, torch.Tensor):
         return None
     fits = isinstance(positions, torch.Tensor) if local else not inner.chunk
@@ -79,8 +75,8 @@ def _packed(local: bool, found: dict[str, Any]) -> Pattern | None:
 
 def _same(value: Any, template: Any, found: dict[str, Any], name: str = "") -> bool:
     """Compare a mask function with a template by code; put what their cells hold otherwise into `found`."""
-    if isinstance(template, _Any):
-        found[_Any.name] = value
+    if template is _any:
+        found["_any"] = value
         return callable(value)
     if isinstance(template, tuple):
         return (
@@ -131,5 +127,5 @@ def _templates() -> tuple[Template, ...]:
         with contextlib.suppress(AttributeError, TypeError):  # another release of transformers
             values = function(make.causal_mask_function)(i.new_zeros(1, 1), 0, i, j)
             if torch.equal(values.expand(GRID, GRID), expected):
-                templates.append(Template(function(_Any()), pattern))
+                templates.append(Template(function(_any), pattern))
     return tuple(templates)

@@ -301,62 +301,52 @@ class StepMetadata:
         """Whether there are requests after the decodes."""
         return self.decodes.num_reqs < self.batch.num_reqs
 
+    @functools.cached_property
+    def _size_in_graph(self) -> Size | None:
+        """What a CUDA graph fixes whose part the plans of this step become; None where they are not part of one."""
+        if not self.for_capture or self.has_prefills or not self.decodes.uniform:
+            return None
+        table = self.batch.block_table
+        return Size(self.decodes.num_reqs, self.decodes.q_len, table.shape[1], self.batch.seq_lens.device)
+
     def planned(self, kind: LayerType, decodes_too: bool) -> Session:
         """Return the session of a layer type, planned for this step: by the first layer of the type. `decodes_too`: for
         all requests of the step, not only those after the decodes.
 
         NotSupported while a CUDA graph is captured, but for uniform decodes: other plans need lengths on the host.
         """
-        first = 0 if decodes_too else self.decodes.num_reqs
-        if not kind.page_size:
-            starts = self.batch.query_start_loc_cpu
-            return self._session(kind, first, lambda: (starts, starts))
-        kind = kind._replace(causal=self.causal)
-        if self.for_capture and self.decodes.uniform and not self.has_prefills:
-            return self._planned_in_graph(kind)
-        if not self.causal and kind.window_left >= 0:
-            raise NotImplementedError("a sliding window of tokens that see later keys: kernels have none to the right")
-        if self.mm_prefix_range is not None and first not in self._ranges:
-            self._ranges[first] = token_ranges(self.batch, first, self.mm_prefix_range)
-        ranges = self._ranges.get(first)
-        session = self._session(kind, first, lambda: self._pages_from(first, kind.page_size), ranges is not None)
+        batch, first = self.batch, 0 if decodes_too else self.decodes.num_reqs
+        size = ranges = None
+        if kind.page_size:
+            kind, size = kind._replace(causal=self.causal), self._size_in_graph
+        if kind.page_size and size is None:
+            if not self.causal and kind.window_left >= 0:
+                raise NotImplementedError(
+                    "a sliding window of tokens that see later keys: kernels have none to the right"
+                )
+            if self.mm_prefix_range is not None and first not in self._ranges:
+                self._ranges[first] = token_ranges(batch, first, self.mm_prefix_range)
+            ranges = self._ranges.get(first)
+        session = self.sessions.of(kind, ranges is not None, size)
+        if session.step is not self:
+            session.step = None
+            session.wrapper.plan(*self._arrays(first, kind.page_size, size), **kind.options(ranges is not None))
+            starts, session.step = batch.query_start_loc_cpu, self
+            rows = slice(int(starts[first]), int(starts[batch.num_reqs]))
+            session.rows = rows if size is None else slice(0, self.decodes.num_tokens)
         session.ranges = ranges
         return session
 
-    def _planned_in_graph(self, kind: LayerType) -> Session:
-        """Return the session of a layer type whose plan becomes a part of the graph."""
-        decodes, batch, key = self.decodes, self.batch, (-1, kind.page_size)
-        if key not in self._pages:
-            self._pages[key] = device_pages(batch, decodes.q_len, kind.page_size)
-        size = Size(decodes.num_reqs, decodes.q_len, batch.block_table.shape[1], batch.seq_lens.device)
-        session = self._session(kind, 0, lambda: self._pages[key], size=size)
-        session.rows = slice(0, decodes.num_tokens)
-        return session
-
-    def _session(
-        self,
-        kind: LayerType,
-        first: int,
-        arrays: Callable[[], Iterable[torch.Tensor]],
-        ranges: bool = False,
-        size: Size | None = None,
-    ) -> Session:
-        """Return the session of a layer type, planned over index arrays of the requests from `first` on by the first
-        layer that asks for it.
-        """
-        session = self.sessions.of(kind, ranges, size)
-        if session.step is not self:
-            session.step = None
-            session.wrapper.plan(*arrays(), **kind.options(ranges))
-            starts = self.batch.query_start_loc_cpu
-            session.step, session.rows = self, slice(int(starts[first]), int(starts[self.batch.num_reqs]))
-        return session
-
-    def _pages_from(self, first: int, page_size: int) -> Pages:
-        if self.batch.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
+    def _arrays(self, first: int, page_size: int, size: Size | None) -> Iterable[torch.Tensor]:
+        """Return the index arrays of a plan for the requests from `first` on."""
+        batch, starts = self.batch, self.batch.query_start_loc_cpu
+        if not page_size:
+            return starts, starts
+        if size is None and batch.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
             feature = "capture in a CUDA graph of requests that need a plan"
             reason = "it reads lengths on the host and schedules by them"
             checks.refuse(feature, reason, "cudagraph_mode PIECEWISE", "CUTE_ATTN")
         if (first, page_size) not in self._pages:
-            self._pages[first, page_size] = pages(self.batch, first, page_size)
+            found = pages(batch, first, page_size) if size is None else device_pages(batch, size.q_len, page_size)
+            self._pages[first, page_size] = found
         return self._pages[first, page_size]
