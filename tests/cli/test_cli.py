@@ -454,7 +454,7 @@ ONE_CALL = "import torch, cute_attn; q = torch.ones(3, 2, 64).half(); cute_attn.
 NOT_LOADED = {  # modules, by what is run
     ONE_CALL: ("cute_attn.observe", "cute_attn.ops.register", "torch._dynamo"),  # where nobody asks for them
     "import perf.coldstart": ("torch", "numpy", "cute_attn"),  # before its clock starts
-    "import cute_attn.kernels.fa2.host.variant": ("cutlass",),
+    "import cute_attn.kernels.fa2.host.family": ("cutlass",),
     # Engines load the plug-in of every installed package.
     "import cute_attn.integrations.vllm, cute_attn.integrations.sglang": ("torch", "cute_attn.dispatch"),
 }
