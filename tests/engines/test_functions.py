@@ -389,7 +389,7 @@ def test_append_and_attend(layout: str, device: str) -> None:
     cache = tuple(x.clone() for x in old)
     for target in cache:  # the new tokens are not there yet
         rows = target if layout == "NHD" else target.transpose(1, 2)
-        for slots, n in zip(tokens.slots, batch.q_lens, strict=True):
+        for slots, n in zip(tokens.pages.slots, batch.q_lens, strict=True):
             rows[slots[len(slots) - n :] // batch.page_size, slots[len(slots) - n :] % batch.page_size] = math.nan
     cute_attn.page.append_paged_kv_cache(
         append_key=new[0],

@@ -28,9 +28,10 @@ from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, spl
 from cute_attn.integrations.vllm.support import Layer
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support.emulated_calls import emulated_append
-from tests.support.engine_case import Graph, ends
+from tests.support.engine_case import Graph
 from tests.support.executors import DEVICES, needs_gpu
 from tests.support.noted import noted
+from tests.support.paged_cache import ends
 from tests.support.vllm_case import UNTOUCHED, Step, assert_near
 
 BF16 = torch.bfloat16

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -26,11 +25,10 @@ from cute_attn.request.bit_packing import packbits
 from cute_attn.runtime.arch import Arch
 from tests.support import multi_item
 from tests.support.case import BatchCase, Result, verdict
-from tests.support.dense_attention import E2M1, nvfp4_values
-from tests.support.placed import blank, placed, placed_mask
+from tests.support.paged_cache import NO_PAGE, SPARE_PAGES, Pages, ends, ints, scattered, stacked, store
+from tests.support.placed import placed, placed_mask
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-SPARE_PAGES, NO_PAGE = 3, 1 << 30
 WORKSPACE = 32 << 20
 EMPTY_ROW_STEP = 7  # rows 0, 7, 14, ... of a custom mask see nothing
 
@@ -62,72 +60,12 @@ class BatchInputs:
 # ------------------------------------------------------------------------------------------- tensors
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Numbers as a cache holds them: bytes or floats, block scales, and the fp64 values that they mean."""
-
-    data: torch.Tensor
-    scales: torch.Tensor | None
-    values: torch.Tensor
-
-
-def _store(x: torch.Tensor, case: BatchCase) -> _Stored:
-    """`x` `[tokens, heads, head_dim]` rounded to the cache's format."""
-    if case.kv_dtype != "nvfp4":
-        data = x.to(getattr(torch, case.kv_dtype or case.dtype))
-        return _Stored(data, None, data.double())
-    blocks = x.unflatten(-1, (-1, 16))
-    scales = (blocks.abs().amax(-1) / 6).clamp(min=2**-9).to(torch.float8_e4m3fn)
-    distance = (blocks / scales.float()[..., None])[..., None].sub(E2M1.float()).abs()
-    codes = distance.argmin(-1).to(torch.uint8).flatten(-2)
-    data = codes[..., ::2] | codes[..., 1::2] << 4
-    return _Stored(data, scales, nvfp4_values(data, scales))
-
-
-def _scatter(tokens: torch.Tensor, place: torch.Tensor, case: BatchCase, slots: tuple[int, int]) -> torch.Tensor:
-    """A cache `[pages, page_size, heads, width]` (its two middle axes swapped for HND) with `tokens[i]` in slot
-    `place[i]`; gaps where the case is strided."""
-    pages, page_size = slots
-    heads, width = tokens.shape[1:]
-    gap = {"strided": 16, "halves": 8}.get(case.cache, 0) // tokens.element_size()
-    shape = (pages, page_size, heads) if case.kv_layout == "NHD" else (pages, heads, page_size)
-    whole = blank((pages, shape[1] + bool(gap), shape[2] + bool(gap), width + gap), tokens.dtype)
-    cache = whole[:, : shape[1], : shape[2], :width]
-    slot = cache if case.kv_layout == "NHD" else cache.transpose(1, 2)
-    raw = slot if tokens.dtype.itemsize > 1 else slot.view(torch.uint8)
-    raw[place // page_size, place % page_size] = tokens if tokens.dtype.itemsize > 1 else tokens.view(torch.uint8)
-    return cache
-
-
 def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`x` on a device with its strides, and the memory between its elements."""
     if device.type == "cpu":
         return x
     whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)
     return whole.as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-def _places(
-    case: BatchCase, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """(slot of every token, kv_indptr, kv_indices, pages of the cache and their size)."""
-    counts = [-(-n // case.page_size) for n in case.kv_lens] if case.paged else list(case.kv_lens)
-    first = 2 if case.slack else 0
-    bounds = torch.tensor([first, *(first + n for n in itertools.accumulate(counts))])
-    nothing = torch.empty(0, dtype=torch.long)
-    if not case.paged:
-        end = int(bounds[-1])
-        return torch.arange(first, end), bounds, nothing, (1, end + SPARE_PAGES)
-    pages = sum(counts) + SPARE_PAGES
-    order = torch.randperm(pages, generator=generator)[: sum(counts)]
-    around = torch.full((2,), NO_PAGE) if case.slack else nothing
-    slots = [
-        (
-            order[bounds[i] - first : bounds[i + 1] - first, None] * case.page_size + torch.arange(case.page_size)
-        ).flatten()[:n]
-        for i, n in enumerate(case.kv_lens)
-    ]
-    return torch.cat([nothing, *slots]), bounds, torch.cat((around, order, around)), (pages, case.page_size)
 
 
 def make(
@@ -137,22 +75,32 @@ def make(
     device = torch.device(device)
     generator = torch.Generator().manual_seed(case.seed)
     index_dtype = getattr(torch, case.indices)
-    q, k, v = numbers or _numbers(case, generator)
-    k, v = _store(k, case), _store(v, case)
+    q, *kv = numbers or _numbers(case, generator)
+    k, v = (store(x, case.stored_dtype) for x in kv)
+    parts = [x for pair in zip(k.parts, v.parts, strict=True) for x in pair]
     q = q.to(getattr(torch, case.dtype))
     q[: case.first] = math.nan
-    place, bounds, indices, slots = _places(case, generator)
+    first = 2 if case.slack else 0
+    if case.paged:
+        pages = Pages(case.kv_lens, case.page_size, generator)
+        around = torch.full((first,), NO_PAGE)
+        bounds, indices = pages.indptr + first, torch.cat((around, pages.indices, around))
+        slots, shape = pages.all_slots(), (pages.num_pages, case.page_size)
+    else:
+        bounds, indices = ends(case.kv_lens) + first, torch.empty(0)
+        slots, shape = torch.arange(first, int(bounds[-1])), (1, int(bounds[-1]) + SPARE_PAGES)
     if case.single:
-        given, *stored = placed(case, (q, *_parts(k, v)), device)
+        given, *stored = placed(case, (q, *parts), device)
         stored = [x.transpose(0, 1) if case.kv_layout == "HND" else x for x in stored]
     else:
+        gap = {"strided": 16, "halves": 8}.get(case.cache, 0)
         given = q.to(device)
-        stored = [_moved(_scatter(x, place, case, slots), device) for x in _parts(k, v)]
+        stored = [_moved(scattered(x, slots, shape, case.kv_layout, gap), device) for x in parts]
     if case.kind == "ragged":
         stored = [x[0] for x in stored]
-    pairs = [tuple(stored[i : i + 2]) for i in range(0, len(stored), 2)]
+    pairs: list[Any] = [tuple(stored[i : i + 2]) for i in range(0, len(stored), 2)]
     if case.cache == "one":
-        pairs = [torch.stack((a, b), 1) if a.element_size() > 1 else _stack_bytes(a, b) for a, b in pairs]
+        pairs = [stacked(*pair) for pair in pairs]
     elif case.cache == "list":
         pairs = [list(pair) for pair in pairs]
     requests, items = _requests(case, q, k.values, v.values, generator), dict[str, Any]()
@@ -160,18 +108,17 @@ def make(
         drawn = multi_item.draw(case.qo_lens, case.kv_lens, case.longest_item, case.seed)
         requests = [dataclasses.replace(r, keep=keep) for r, keep in zip(requests, drawn.keep, strict=True)]
         items = drawn.arguments(device)
-    last = torch.tensor([(n - 1) % case.page_size + 1 if n else 0 for n in case.kv_lens], dtype=index_dtype)
-    qo_bounds = torch.tensor([case.first, *(case.first + n for n in itertools.accumulate(case.qo_lens))])
+    last = ints([(n - 1) % case.page_size + 1 if n else 0 for n in case.kv_lens])
     sinks = torch.randn(case.num_qo_heads, generator=generator).to(device) if case.sinks else None
     return BatchInputs(
         requests,
         given,
         (pairs[0],) if case.paged else pairs[0],
         pairs[1] if len(pairs) > 1 else None,
-        qo_bounds.to(index_dtype),
+        (ends(case.qo_lens) + case.first).to(index_dtype),
         bounds.to(index_dtype),
         indices.to(index_dtype),
-        last,
+        last.to(index_dtype),
         {name: _moved(mask, device) for name, mask in _masks(case, requests).items()} | items,
         sinks,
     )
@@ -187,15 +134,6 @@ def _numbers(case: BatchCase, generator: torch.Generator) -> tuple[torch.Tensor,
     if case.storage == "expanded":
         k, v = (x[:, :1].expand(x.shape) for x in (k, v))
     return q * case.q_gain, k, v
-
-
-def _parts(k: _Stored, v: _Stored) -> list[torch.Tensor]:
-    scales = [] if k.scales is None or v.scales is None else [k.scales, v.scales]
-    return [k.data, v.data, *scales]
-
-
-def _stack_bytes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.stack((a.view(torch.uint8), b.view(torch.uint8)), 1).view(a.dtype)
 
 
 def _requests(
@@ -255,7 +193,7 @@ def plan_arguments(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:
             *("rope_scale", "rope_theta", "fixed_split_size", "disable_split_kv", "lse_base"),
         )
     }
-    kv_dtype = "uint8" if case.kv_dtype == "nvfp4" else case.kv_dtype
+    kv_dtype = None if case.kv_dtype is None else case.stored_dtype
     same |= {"q_data_type": case.dtype, "kv_data_type": kv_dtype, "o_data_type": case.o_dtype}
     if case.kind == "decode":
         indices = {"indptr": inputs.kv_indptr, "indices": inputs.kv_indices, "last_page_len": inputs.last_page_len}
@@ -522,10 +460,9 @@ def random_lengths(case: BatchCase, seed: int, max_len: int) -> BatchCase:
 def features(case: BatchCase, device: torch.device) -> Features:
     """The features of a case on a device, without its tensors."""
     dtype = getattr(torch, case.dtype)
-    kv_dtype = {None: dtype, "nvfp4": torch.uint8}.get(case.kv_dtype) or getattr(torch, str(case.kv_dtype))
     scored = case.q_scale is not None or case.k_scale is not None
     return Features(
-        *(device, dtype, kv_dtype, getattr(torch, case.o_dtype or case.dtype)),
+        *(device, dtype, case.stored_dtype, getattr(torch, case.o_dtype or case.dtype)),
         *(case.num_qo_heads, case.num_kv_heads, case.head_dim_qk, case.head_dim_vo),
         custom_mask=case.mask in ("custom", "packed"),
         multi_item=case.mask == "items",

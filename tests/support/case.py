@@ -86,6 +86,12 @@ class BatchCase:
         return self.kind in ("paged", "decode")
 
     @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of keys and values; bytes for NVFP4."""
+        dtype: torch.dtype = getattr(torch, {"nvfp4": "uint8"}.get(self.kv_dtype or "", self.kv_dtype or self.dtype))
+        return dtype
+
+    @property
     def rows(self) -> int:
         return self.first + sum(self.qo_lens)
 

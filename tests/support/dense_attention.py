@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -65,19 +66,26 @@ def attention(
     return torch.einsum("hij,jhd->ihd", weights, v), lse.T / math.log(2)
 
 
+def batch_attention(requests: Iterable[Sequence[Any]], *options: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for requests one after the other: q, k, v and `keep` of each."""
+    nothing = torch.empty(0, dtype=torch.float64)
+    solved = [(nothing, nothing), *(attention(*request, *options, **more) for request in requests)]
+    o, lse = (torch.cat(parts) for parts in zip(*solved, strict=True))
+    return o, lse
+
+
 def decoded(
     q: torch.Tensor, cache: torch.Tensor, lengths: Sequence[int], indices: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for one token a request over `cache` `[pages, 2, page_size, kv_heads, head_dim]`, whose pages of all
     requests `indices` lists one after the other.
     """
-    results, first = [], 0
-    for i, n in enumerate(lengths):
-        own = cache[indices[first : first + -(-n // cache.shape[2])].long()].transpose(0, 1).flatten(1, 2)[:, :n]
-        results.append(attention(q[i : i + 1], *own, torch.ones(1, n, dtype=torch.bool)))
-        first += -(-n // cache.shape[2])
-    o, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
-    return o, lse
+    pages = [-(-n // cache.shape[2]) for n in lengths]
+    keys = [
+        cache[own.long()].transpose(0, 1).flatten(1, 2)[:, :n]
+        for own, n in zip(indices[: sum(pages)].split(pages), lengths, strict=True)
+    ]
+    return batch_attention((row[None], *kv, torch.ones(1, kv.shape[1])) for row, kv in zip(q, keys, strict=True))
 
 
 def assert_near(out: torch.Tensor, lse: torch.Tensor | None, expected: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -18,7 +18,8 @@ from cute_attn.integrations.vllm.support import Layer
 from cute_attn.integrations.workspaces import Workspaces
 from tests.support import engine_case
 from tests.support.dense_attention import attention, nvfp4_values, seen
-from tests.support.engine_case import BF16, E4M3, E5M2, Tokens, ends, ints, nvfp4_pages
+from tests.support.engine_case import BF16, E4M3, E5M2, Tokens, nvfp4_pages
+from tests.support.paged_cache import ends, ints
 
 UNTOUCHED = 7.0  # of output rows that no request has
 Pair = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
@@ -52,11 +53,8 @@ class Step:
         tokens = Tokens(self.batch, "cpu")
         self.q = tokens.q.split(q_lens)
         self.k, self.v = (x.split(kv_lens) for x in tokens.ragged())
-        width = 1 + max(map(len, tokens.pages))
-        self.tables = torch.zeros(len(q_lens) + self.padding, width, dtype=torch.int32)
-        for row, pages in zip(self.tables, tokens.pages, strict=False):
-            row[: len(pages)] = pages + 1  # block 0: vLLM's padding
-        self._slots = torch.cat(tokens.slots) + self.block_size
+        self.tables = pad(tokens.pages.tables(beyond=-1) + 1, (0, 1, 0, self.padding))  # block 0: vLLM's padding
+        self._slots = tokens.pages.all_slots() + self.block_size
         self.cache = self._empty_cache(tokens.num_pages + 1)
         self.sinks = torch.linspace(-1, 2, layer.num_heads) if layer.sinks else None
 
