@@ -19,7 +19,7 @@ from cute_attn import (
 from cute_attn.wrappers import planned_prefill
 from tests.support.batch_case import BatchCase, check, make, paged, ragged
 from tests.support.executors import Executor
-from tests.support.trtllm_prefill import context_arguments, lengths, numbers, tables, workspace
+from tests.support.trtllm_prefill import context_arguments, lengths, numbers, workspace
 
 CASE = paged((3, 1, 17, 0), (40, 1, 17, 5), mask="causal", return_lse=True)
 CONTEXT = {
@@ -46,7 +46,7 @@ def fmha_v2_arguments(case: BatchCase, layout: str, device: str) -> tuple[Any, d
     """A case and the keywords of `trtllm_fmha_v2_prefill`, with its tensors in one of the input layouts."""
     inputs = make(case, device)
     if layout.startswith("Q_PAGED"):
-        qkv, extra = (inputs.q, inputs.kv[0]), {"block_tables": tables(case, inputs)}
+        qkv, extra = (inputs.q, inputs.kv[0]), {"block_tables": inputs.tables}
     else:
         k, v = (x[: sum(case.kv_lens)] for x in inputs.kv)
         packed = {"PACKED_QKV": lambda: torch.stack((inputs.q, k, v), 1)}

@@ -52,7 +52,7 @@ def test_batch(batch: BatchCase) -> None:
 MATRICES = {
     "requests": (SMALL, FEATURES),
     "batches": (batch_case.SMALL, FEATURES),
-    "fp8": (fp8_case.SMALL, functools.partial(fp8_case.Fp8Case.features, device=CUDA)),
+    "fp8": (fp8_case.SMALL, FEATURES),
 }
 
 

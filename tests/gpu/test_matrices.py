@@ -23,12 +23,11 @@ from tests.gpu import marks
 from tests.gpu.guarded import assert_outputs_alone_are_written
 from tests.support import batch_case, fp8_case, fp8_kv_cases, matrix, narrow_outputs, transformed_kv, xqa_batches
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads, paged, ragged, random_batch_case
-from tests.support.fp8_case import Fp8Case
 from tests.support.graphs import assert_plans_in_a_row_do_not_race, assert_replays
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import BF16, FULL
 from tests.support.persistent_emulated import BATCHES, CUDA, FA3, GATHERED, LONG
-from tests.support.right import Solver, assert_solved_again
+from tests.support.right import Solver, assert_solved, assert_solved_again
 
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_BATCHES", "400"))
 CHUNK = 20  # random problems of one test
@@ -189,12 +188,12 @@ FP8 = (*fp8_case.SMALL, *fp8_case.VARIED, *fp8_case.CUT, *fp8_case.LONG, *fp8_ca
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id, marks=(*marks.GPU, pytest.mark.sm90)) for case in FP8])
-def test_fp8(case: Fp8Case) -> None:
+def test_fp8(case: BatchCase) -> None:
     """Every element is within what the rounding of probabilities explains."""
     arch = archs.for_device(torch.cuda.current_device())
-    if select.reasons_against(capabilities.BY_NAME["fa3"], case.features(torch.device("cuda")), arch):
+    if select.reasons_against(capabilities.BY_NAME["fa3"], batch_case.features(case, torch.device("cuda")), arch):
         pytest.skip(f"{arch.name} has no fp8 kernel")
-    fp8_case.solve(case, "auto", "cuda")
+    assert_solved(case, "cuda", backend="auto")
 
 
 @pytest.mark.parametrize(("backend", "problem"), params(("fa3", problem) for problem in narrow_outputs.PROBLEMS))

@@ -100,8 +100,8 @@ class Pages:
         self.last_page_len = ints([(n - 1) % page_size + 1 if n else 0 for n in kv_lens])
 
     def tables(self, width: int = 0, beyond: int = NO_PAGE) -> torch.Tensor:
-        """Page numbers of every request, and `beyond` after its last page."""
-        width = width or max([1, *map(len, self.of_requests)])
+        """Page numbers of every request, and `beyond` after its last page; by default one column more than needed."""
+        width = width or 1 + max(map(len, self.of_requests), default=0)
         table = torch.full((len(self.of_requests), width), beyond, dtype=torch.int32)
         for row, own in zip(table, self.of_requests, strict=True):
             row[: len(own)] = own

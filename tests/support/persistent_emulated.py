@@ -13,7 +13,7 @@ from cute_attn.problem import Features
 from cute_attn.runtime.arch import Arch, named
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, HND, PACKED, prefill
-from tests.support.right import AnyCase, emulate, families
+from tests.support.right import emulate, families
 from tests.support.schedules import ALL_SCHEDULES
 
 CUDA = torch.device("cuda")
@@ -86,7 +86,7 @@ def name(value: object) -> str:
     return value.kind if isinstance(value, Schedule) else str(getattr(value, "id", value))
 
 
-def solve_on(target: Target, problem: AnyCase, schedule: Schedule, sms: int | None = None) -> Emulation:
+def solve_on(target: Target, problem: BatchCase, schedule: Schedule, sms: int | None = None) -> Emulation:
     """Run a case on the target's GPU and compare with the reference."""
     return emulate(problem, target.arch, target.kernels, schedule, sms)
 

@@ -53,7 +53,7 @@ class Step:
         tokens = Tokens(self.batch, "cpu")
         self.q = tokens.q.split(q_lens)
         self.k, self.v = (x.split(kv_lens) for x in tokens.ragged())
-        self.tables = pad(tokens.pages.tables(beyond=-1) + 1, (0, 1, 0, self.padding))  # block 0: vLLM's padding
+        self.tables = pad(tokens.pages.tables(beyond=-1) + 1, (0, 0, 0, self.padding))  # block 0: vLLM's padding
         self._slots = tokens.pages.all_slots() + self.block_size
         self.cache = self._empty_cache(tokens.num_pages + 1)
         self.sinks = torch.linspace(-1, 2, layer.num_heads) if layer.sinks else None

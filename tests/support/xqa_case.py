@@ -129,7 +129,7 @@ def build(case: XqaCase, device: str = "cpu") -> Built:
         "query": query,
         "kv_cache": cache(k.data, v.data),
         "workspace_buffer": torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8),
-        "block_tables": pages.tables(len(pages.tables().T) + 2),
+        "block_tables": pages.tables(),
         "seq_lens": pages.seq_lens,
         "max_seq_len": max([*case.seq_lens, 0]),
         "bmm1_scale": torch.tensor([case.scale]) if case.device_scales else case.scale,
