@@ -12,7 +12,9 @@ from tests.support.batch_case import BatchCase, random_batch_case
 from tests.support.case import poisoned_memory
 from tests.support.formula import assert_batch_right
 from tests.support.fp8_case import PLAIN, single
-from tests.support.right import Solver, assert_solved
+from tests.support.right import Solver
+
+FP8 = (*fp8_case.SMALL, *fp8_case.VARIED, *fp8_case.CUT, *fp8_case.LONG)
 
 
 def solved(problem: BatchCase) -> Solver:
@@ -23,7 +25,7 @@ def solved(problem: BatchCase) -> Solver:
     return solver
 
 
-@pytest.mark.parametrize("problem", [*matrix.SMALL, *batch_case.SMALL], ids=lambda problem: problem.id)
+@pytest.mark.parametrize("problem", [*matrix.SMALL, *batch_case.SMALL, *FP8], ids=lambda problem: problem.id)
 def test_small(problem: BatchCase) -> None:
     """The verdict that kernels get accepts the reference's results, too."""
     solved(problem).assert_right()
@@ -44,15 +46,7 @@ def test_corrupted_input(aligned: bool, monkeypatch: pytest.MonkeyPatch) -> None
     assert set(outcomes.of) == {corruption.name for corruption in fuzz.CORRUPTIONS}
 
 
-# ---- fp8 queries: the reference stays well within the error bound that kernels must meet
-
-
-FP8 = [*fp8_case.SMALL, *fp8_case.VARIED, *fp8_case.CUT, *fp8_case.LONG]
-
-
-@pytest.mark.parametrize("case", FP8, ids=lambda case: case.id)
-def test_fp8(case: BatchCase) -> None:
-    assert_solved(case, backend="reference")
+# ---- the bound on the error of fp8 attention
 
 
 def test_the_bound_sees_a_lost_key() -> None:

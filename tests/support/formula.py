@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
-from tests.support.batch_case import BatchCase, BatchInputs
+from tests.support.batch_case import BatchCase, BatchInputs, Request
 from tests.support.dense_attention import attention, seen
 
 
@@ -35,23 +34,25 @@ def visible(case: BatchCase, keep: torch.Tensor | None, qo_len: int, kv_len: int
     return kept if keep is None else kept & keep
 
 
-def formula(
-    case: BatchCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None, sinks: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def formula(case: BatchCase, inputs: BatchInputs, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse of a request, in the base of the case."""
+    q, k, v = request.q.double(), request.k, request.v
     qo_len, kv_len = len(q), len(k)
     q_rows, k_rows = rotated(case, q, kv_len - qo_len), rotated(case, k, 0)
+    if inputs.head_scales:
+        scale_q, scale_k, scale_v = (x.double()[:, None] for x in inputs.head_scales)
+        q_rows, k_rows, v = q_rows * scale_q, k_rows * scale_k, v * scale_v
     slopes = [alibi_slope(head, case.num_qo_heads) for head in range(case.num_qo_heads)]
     distance = torch.arange(kv_len) - torch.arange(qo_len)[:, None]
     bias = torch.tensor(slopes).double()[:, None, None] * distance if case.pos_encoding_mode == "ALIBI" else 0.0
-    kept = visible(case, keep, qo_len, kv_len)
-    o, lse = attention(q_rows, k_rows, v, kept, case.scale, case.logits_soft_cap, sinks, bias)
+    kept = visible(case, request.keep, qo_len, kv_len)
+    o, lse = attention(q_rows, k_rows, v, kept, case.scale, case.logits_soft_cap, inputs.sinks, bias)
     base = math.log(2) if case.lse_base == "ln" else 1.0
     return o * (1.0 if case.v_scale is None else case.v_scale), lse * base
 
 
 def batch_formula(case: BatchCase, inputs: BatchInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    solved = [formula(case, r.q, r.k, r.v, r.keep, inputs.sinks) for r in inputs.requests]
+    solved = [formula(case, inputs, request) for request in inputs.requests]
     before = torch.zeros(case.first, case.num_qo_heads, case.head_dim_vo).double()
     o, lse = zip((before, before[..., 0] - math.inf), *solved, strict=True)
     return torch.cat(o), torch.cat(lse)

@@ -68,7 +68,7 @@ VARIED: tuple[BatchCase, ...] = (
     fp8((70, 5), (150, 333), (4, 1), 16, **ALIBI, sinks=True, sm_scale=-0.1),
     single(70, 250, (4, 2), **CUSTOM, **PLAIN, logits_soft_cap=30.0, **ALIBI),
     single(70, 400, (1, 1), spike=28.0, **PLAIN, **ALIBI),
-    fp8((70, 5), (150, 333), (4, 2), 16, head_dim=64, logits_soft_cap=20.0, window_left=100),
+    fp8((70, 5), (150, 333), (4, 2), 64, head_dim=64, logits_soft_cap=20.0, window_left=100),
     fp8((70, 5), (150, 333), (4, 2), head_dim=256, logits_soft_cap=20.0, **ALIBI, **CAUSAL, **SIGNED),
 )
 LONG: tuple[BatchCase, ...] = (
