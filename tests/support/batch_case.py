@@ -154,14 +154,10 @@ def _head_scales(case: BatchCase, generator: torch.Generator) -> list[torch.Tens
 def _requests(
     case: BatchCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator
 ) -> list[Request]:
-    found, row, key = [], case.first, 0
-    for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
-        keep = None
-        if case.mask in ("custom", "packed"):
-            keep = random_mask(qo_len, kv_len, generator)
-        found.append(Request(q[row : row + qo_len], k[key : key + kv_len], v[key : key + kv_len], keep))
-        row, key = row + qo_len, key + kv_len
-    return found
+    lens = list(zip(case.qo_lens, case.kv_lens, strict=True))
+    drawn = [random_mask(*of, generator) if case.mask in ("custom", "packed") else None for of in lens]
+    tensors = q[case.first :].split(case.qo_lens), k.split(case.kv_lens), v.split(case.kv_lens)
+    return [Request(*request) for request in zip(*tensors, drawn, strict=True)]
 
 
 def random_mask(qo_len: int, kv_len: int, generator: torch.Generator) -> torch.Tensor:

@@ -253,6 +253,6 @@ def _compare(
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
     """The same values, shape and dense strides, one element off: at an address that kernels of 16 bits cannot read."""
-    view = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
-    assert view.data_ptr() % 16 == x.itemsize
+    view = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
+    assert not view.data_ptr() or view.data_ptr() % 16 == x.itemsize
     return view.copy_(x)

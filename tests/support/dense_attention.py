@@ -88,7 +88,7 @@ def decoded(
     return batch_attention((row[None], *kv, torch.ones(1, kv.shape[1])) for row, kv in zip(q, keys, strict=True))
 
 
-def assert_near(out: torch.Tensor, lse: torch.Tensor | None, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+def assert_near(out: torch.Tensor, lse: torch.Tensor | None, expected: Sequence[torch.Tensor]) -> None:
     """Compare a result with the oracle's."""
     tolerance = 1e-2 if out.dtype == torch.bfloat16 else 2e-3
     torch.testing.assert_close(out.cpu().double(), expected[0], rtol=tolerance, atol=tolerance)

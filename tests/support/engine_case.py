@@ -17,6 +17,7 @@ import torch
 from cute_attn import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
 from tests.support.dense_attention import batch_attention, nvfp4_values, seen
 from tests.support.executors import HAS_GPU
+from tests.support.graphs import cuda_graph
 from tests.support.paged_cache import Pages, Pair, ends
 from tests.support.xqa_case import words
 
@@ -187,19 +188,15 @@ class Graph:
     """What an engine captures: a CUDA graph on a GPU, the calls themselves on the CPU."""
 
     def __init__(self, device: str, run: Callable[[], Any]) -> None:
-        self._run, self._graph = run, None
-        self.result = run()
+        self.result, self._again = run(), run
         if device == "cuda":
             torch.cuda.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self.result = run()
+            self.result, self._again = cuda_graph(run)
 
     def replay(self) -> Any:
-        if self._graph is None:
-            return self._run()
-        self._graph.replay()
-        return self.result
+        """A graph writes the first result again."""
+        found = self._again()
+        return self.result if found is None else found
 
 
 # ------------------------------------------------------------------------------------------- NVFP4, masks

@@ -6,6 +6,7 @@ anywhere. `ENTRIES` write memory of their caller; `NEW_RESULTS` write new tensor
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -257,16 +258,9 @@ def graphed_decode(workspace: torch.Tensor, use_cuda_graph: bool, backend: str =
     return cute_attn.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, *buffers.values())
 
 
-def ranges_wrapper(*args: Any, **options: Any) -> Any:
-    """Return a wrapper for queries whose keys are in ranges."""
-    made_for = {"head_dim_qk": DIM, "head_dim_vo": DIM}
-    return cute_attn.BatchPrefillWithCausalBidirectionalRangesWrapper(*args, **{**made_for, **options})
-
-
-def sink_wrapper(workspace: torch.Tensor, **options: Any) -> Any:
-    """Return a wrapper made for the sizes here."""
-    sizes = {"head_dim_qk": DIM, "head_dim_vo": DIM}
-    return cute_attn.BatchAttentionWithAttentionSinkWrapper(workspace, **{**sizes, **options})
+MADE_FOR = {"head_dim_qk": DIM, "head_dim_vo": DIM}
+RANGES = functools.partial(cute_attn.BatchPrefillWithCausalBidirectionalRangesWrapper, **MADE_FOR)
+WITH_SINKS = functools.partial(cute_attn.BatchAttentionWithAttentionSinkWrapper, **MADE_FOR)
 
 
 def mixed_wrapper(workspace: torch.Tensor, **options: Any) -> Any:
@@ -324,9 +318,9 @@ BATCHES = {
         PREFILL_BUFFERS | MASK_BUFFERS,
     ),
     "paged with ranges": batch(
-        PAGES_OF_2 | SINKS | {"bidirectional_ranges": torch.zeros(ROWS, 2, dtype=I32)}, ranges_wrapper, plan_paged
+        PAGES_OF_2 | SINKS | {"bidirectional_ranges": torch.zeros(ROWS, 2, dtype=I32)}, RANGES, plan_paged
     ),
-    "paged with sinks": batch(PAGES_OF_2 | SINKS, sink_wrapper, plan_paged),
+    "paged with sinks": batch(PAGES_OF_2 | SINKS, WITH_SINKS, plan_paged),
     "mixed": batch(PAGES_OF_2 | scales("k_scale", "v_scale"), mixed_wrapper, plan_mixed)._replace(emulated=False),
     "ragged": batch(ROWS_OF_2, RAGGED, plan_ragged, paged=False),
     "ragged, mask": batch(ROWS_OF_2 | MASK, RAGGED, plan_ragged, paged=False),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from tests.support.batch_case import E4M3, E5M2
 from tests.support.case import BatchCase
-from tests.support.matrix import ALIBI, CAUSAL, CUSTOM
+from tests.support.matrix import ALIBI, CAUSAL, CUSTOM, prefill
 
+FP8: dict[str, Any] = {"dtype": E4M3, "o_dtype": "bfloat16", "head_scales": "heads"}
 NUMBERS: dict[str, Any] = {"head_scales": "", "q_scale": 0.7, "k_scale": 1.3, "v_scale": 0.9}
 PLAIN: dict[str, Any] = {"head_scales": ""}
 SIGNED: dict[str, Any] = {"head_scales": "signed"}
@@ -24,14 +24,12 @@ def fp8(
 ) -> BatchCase:
     """`page_size` 0: ragged keys."""
     kind, dims = "paged" if page_size else "ragged", (head_dim, head_dim)
-    given = {"dtype": E4M3, "o_dtype": "bfloat16", "head_scales": "heads", "page_size": page_size or 1, **rest}
-    return BatchCase(kind, qo_lens, kv_lens, *heads, *dims, **given)
+    return BatchCase(kind, qo_lens, kv_lens, *heads, *dims, page_size=page_size or 1, **{**FP8, **rest})
 
 
 def single(qo_len: int, kv_len: int, heads: tuple[int, int] = (2, 1), head_dim: int = 128, **rest: Any) -> BatchCase:
     """One dense request."""
-    case = fp8((qo_len,), (kv_len,), heads, 0, head_dim, **rest)
-    return dataclasses.replace(case, kind="single_prefill")
+    return prefill(qo_len, kv_len, heads, head_dim, **{**FP8, **rest})
 
 
 SMALL: tuple[BatchCase, ...] = (

@@ -96,14 +96,13 @@ def graph_wrapper(
     def ints(size: int) -> torch.Tensor:
         return torch.full((size,), NO_PAGE, dtype=torch.int32, device=device)
 
-    if case.kind == "decode":
-        buffers = {"paged_kv_indptr_buffer": ints(batch + 1), "paged_kv_indices_buffer": ints(pages)}
-        buffers |= {"paged_kv_last_page_len_buffer": ints(batch)}
-    elif case.kind == "paged":
-        buffers = {"qo_indptr_buf": ints(batch + 1), "paged_kv_indptr_buf": ints(batch + 1)}
-        buffers |= {"paged_kv_indices_buf": ints(pages), "paged_kv_last_page_len_buf": ints(batch)}
+    word = "buffer" if case.kind == "decode" else "buf"
+    buffers = {} if case.kind == "decode" else {"qo_indptr_buf": ints(batch + 1)}
+    if case.paged:
+        buffers |= {f"paged_kv_indptr_{word}": ints(batch + 1), f"paged_kv_indices_{word}": ints(pages)}
+        buffers |= {f"paged_kv_last_page_len_{word}": ints(batch)}
     else:
-        buffers = {"qo_indptr_buf": ints(batch + 1), "kv_indptr_buf": ints(batch + 1)}
+        buffers |= {"kv_indptr_buf": ints(batch + 1)}
     if case.mask not in ("none", "causal", "items"):
         buffers["custom_mask_buf"] = torch.full((mask_bytes,), 0xFF, dtype=torch.uint8, device=device)
         buffers["mask_indptr_buf"] = ints(batch + 1)
