@@ -321,9 +321,7 @@ BATCHES = {
     "paged, one cache": batch(without(PAGES_OF_2, "k", "v") | ONE_CACHE, PAGED, plan_paged),
     "paged, lse by heads": batch(PAGES_OF_2 | COLUMNS, PAGED, plan_paged, lse_layout="HN", return_lse=True),
     "paged, CUDA graph": batch(PAGES_OF_2 | GRAPH, PAGED, plan_paged, PAGED_BUFFERS),
-    "paged, CUDA graph, mask": batch(
-        PAGES_OF_2 | GRAPH | GRAPH_MASK, PAGED, plan_paged, PAGED_BUFFERS | MASK_BUFFERS
-    ),
+    "paged, CUDA graph, mask": batch(PAGES_OF_2 | GRAPH | GRAPH_MASK, PAGED, plan_paged, PAGED_BUFFERS | MASK_BUFFERS),
     "paged with ranges": batch(
         PAGES_OF_2 | SINKS | {"bidirectional_ranges": torch.zeros(ROWS, 2, dtype=I32)}, RANGES, plan_paged
     ),
