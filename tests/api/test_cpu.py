@@ -10,7 +10,7 @@ import torch
 from tests.support import batch_case, fp8_case, fuzz, matrix
 from tests.support.batch_case import BatchCase, random_batch_case
 from tests.support.case import poisoned_memory
-from tests.support.formula import assert_batch_right
+from tests.support.formula import assert_batch_right, check
 from tests.support.fp8_case import PLAIN, single
 from tests.support.right import Solver
 
@@ -54,7 +54,7 @@ def test_the_bound_sees_a_lost_key() -> None:
     inputs = batch_case.make(case)
     k, v = inputs.kv
     results = batch_case.call(case, dataclasses.replace(inputs, kv=(k[1:], v[1:])))
-    assert not batch_case.check(case, inputs, *results).ok
+    assert not check(case, inputs, *results).ok
 
 
 def test_the_bound_sees_a_wrong_scale() -> None:
@@ -63,5 +63,5 @@ def test_the_bound_sees_a_wrong_scale() -> None:
     scale_q, scale_k, scale_v = inputs.head_scales
     wrong = dataclasses.replace(inputs, head_scales=(scale_q, scale_k, scale_v.flip(0)))
     out, lse = batch_case.call(case, wrong)
-    assert "off by" in batch_case.check(case, inputs, out, lse).detail
+    assert "off by" in check(case, inputs, out, lse).detail
     assert torch.isfinite(out).all()

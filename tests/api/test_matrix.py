@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from cute_attn.reference import attention as reference
-from tests.support.batch_case import BatchCase, call, check, make
+from tests.support.batch_case import BatchCase, call, make
 from tests.support.case import LOG2E
+from tests.support.formula import check
 from tests.support.matrix import FULL, SMALL, STORAGES, prefill, random_case
 
 DRAWN = tuple(random_case(seed) for seed in range(200))  # which every backend gets on a GPU, too

@@ -17,8 +17,9 @@ from cute_attn import (
     trtllm_ragged_attention_deepseek,
 )
 from cute_attn.wrappers import planned_prefill
-from tests.support.batch_case import BatchCase, check, make, paged, ragged
+from tests.support.batch_case import BatchCase, make, paged, ragged
 from tests.support.executors import Executor
+from tests.support.formula import check
 from tests.support.trtllm_prefill import context_arguments, lengths, numbers, workspace
 
 CASE = paged((3, 1, 17, 0), (40, 1, 17, 5), mask="causal", return_lse=True)

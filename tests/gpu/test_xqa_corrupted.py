@@ -16,7 +16,8 @@ from cute_attn import (
 )
 from tests.gpu import marks
 from tests.support import decode_refusals
-from tests.support.batch_case import check, paged
+from tests.support.batch_case import paged
+from tests.support.formula import check
 from tests.support.graphs import cuda_graph, without_synchronising
 from tests.support.low_level import low_level
 from tests.support.trtllm_prefill import context_arguments

@@ -1,4 +1,4 @@
-"""Cases, batches and single requests: their tensors, calls, verdicts, and the matrix of batches.
+"""Cases, batches and single requests: their tensors, calls, and the matrix of batches. Verdicts: `formula`.
 
 Memory that belongs to no token is NaN: pages that no request has, slots after a request's last token, gaps between
 heads; index entries that no request has are no pages. A single request's tensors: `placed`.
@@ -19,19 +19,16 @@ import torch
 import cute_attn
 from cute_attn.dispatch import capabilities, select
 from cute_attn.errors import Refusal
-from cute_attn.problem import Features, Problem
-from cute_attn.reference import attention as reference
+from cute_attn.problem import Features
 from cute_attn.request.bit_packing import packbits
 from cute_attn.runtime.arch import Arch
 from tests.support import multi_item
-from tests.support.case import BatchCase, Result, verdict
+from tests.support.case import BatchCase
 from tests.support.paged_cache import NO_PAGE, SPARE_PAGES, Pages, ends, ints, scattered, stacked, store
 from tests.support.placed import placed, placed_mask
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 WORKSPACE = 32 << 20
-CLOSE = 1152  # keys that may follow closely on the highest score
-ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-20, E4M3: 2**-4, E5M2: 2**-3}
 EMPTY_ROW_STEP = 7  # rows 0, 7, 14, ... of a custom mask see nothing
 
 
@@ -262,84 +259,6 @@ def _single(
     options = {name: x for name, x in given.items() if name in accepted}
     result = function(q, *inputs.kv, *inputs.head_scales, **options)
     return result if case.return_lse else (result, None)
-
-
-# ------------------------------------------------------------------------------------------- verdict
-
-
-def check(case: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
-    """Compare with the fp64 reference of every request, on out's device. Rows of no request must be 0 and -inf, and so
-    must those that see no key.
-    """
-    shape = (case.rows, case.num_qo_heads)
-    o_ref = torch.zeros(*shape, case.head_dim_vo, dtype=torch.float64, device=out.device)
-    lse_ref = torch.full(shape, -math.inf, dtype=torch.float64, device=out.device)
-    wrong_form = _wrong_form(case, out, lse)
-    if wrong_form:
-        return Result(False, math.inf, math.inf, wrong_form)
-    found = out.view(o_ref.shape), None if lse is None else lse.view(shape)
-    bound, row = torch.zeros_like(o_ref) if case.fp8 else None, case.first
-    for request in inputs.requests:
-        rows = slice(row, row + request.q.shape[0])
-        _solve(case, request, inputs, o_ref[rows], lse_ref[rows])
-        if bound is not None:
-            bound[rows] = _fp8_bound(case, request, inputs, o_ref[rows])
-            error, norm = (float(x.norm()) for x in (found[0][rows].double() - o_ref[rows], o_ref[rows]))
-            if out.dtype.itemsize > 1 and error > (2**-6 if case.v_mean >= 2 else 0.04) * norm:
-                return Result(False, error / norm, 0.0, f"o of a request is off by {error / norm:.3g} of its norm")
-        row = rows.stop
-    return verdict(case, found, (o_ref, lse_ref), bound)
-
-
-def _fp8_bound(case: BatchCase, request: Request, inputs: BatchInputs, o: torch.Tensor) -> torch.Tensor:
-    """Of the error of each element of `o`, the reference's, where q, k and v are in fp8.
-
-    Probabilities are rounded to e4m3: by at most 1/16 of each, so o by at most 1/16 of what absolute values add up to.
-    e4m3 runs out of exponents: a key is off by 2^-16 of what all add up to at most, one of those that follow closely on
-    the highest score by 2^-13. Values of one sign average that out, and show how much tensor cores drop of sums in 14
-    bits: `check` looks at norms, too. Scores are sums of fp8 products in the few bits that Hopper keeps, and so is the
-    lse: of 1000 it was off by 1.7 on an H200.
-    """
-    absolute, size = dataclasses.replace(request, v=request.v.abs()), torch.empty_like(o)
-    _solve(case, absolute, inputs, size, torch.empty_like(o[..., 0]))
-    largest = absolute.v.sort(0, descending=True).values
-    lost = (2**-13 * largest[:CLOSE].sum(0) + 2**-16 * largest.sum(0)).to(o.device) * abs(case.v_scale or 1.0)
-    if inputs.head_scales:
-        lost *= inputs.head_scales[2].to(o.device)[:, None].abs()
-    lost = lost.repeat_interleave(case.num_qo_heads // case.num_kv_heads, 0)
-    rounded, half_ulp = size.abs() / 16, ROUNDING[case.o_dtype or case.dtype]
-    return (rounded + lost) * 1.02 + half_ulp * (o.abs() + rounded) + 1e-6
-
-
-def _wrong_form(case: BatchCase, out: torch.Tensor, lse: torch.Tensor | None) -> str:
-    rows = (case.num_qo_heads,) if case.kind == "single_decode" else (case.rows, case.num_qo_heads)
-    expected = [("out", out, (*rows, case.head_dim_vo), getattr(torch, case.o_dtype or case.dtype))]
-    if lse is not None:
-        expected.append(("lse", lse, rows, torch.float32))
-    wrong = [
-        f"{name} is {x.dtype} {tuple(x.shape)}, not {dtype} {shape}"
-        for name, x, shape, dtype in expected
-        if tuple(x.shape) != shape or x.dtype != dtype
-    ]
-    return "; ".join(wrong + ["there is no lse"] * (case.single and case.return_lse and lse is None))
-
-
-def _solve(case: BatchCase, request: Request, inputs: BatchInputs, o: torch.Tensor, lse: torch.Tensor) -> None:
-    """The reference on one request, into `o` and `lse`."""
-    features = Features(
-        *(o.device, request.q.dtype, torch.float64, torch.float64, case.num_qo_heads, case.num_kv_heads),
-        *(case.head_dim_qk, case.head_dim_vo),
-        custom_mask=request.keep is not None,
-        pos_encoding_mode=case.pos_encoding_mode,
-    )
-    causal = case.mask == "causal" or (case.kind == "decode" and len(request.q) > 1)
-    settings = case.settings(features, causal=causal, lse_scale=math.log(2) if case.lse_base == "ln" else 1.0)
-    packed = None if request.keep is None else packbits(request.keep.flatten(), "little").to(o.device)
-    q, k, v = (x.to(o.device) for x in (request.q, request.k, request.v))
-    sinks = None if inputs.sinks is None else inputs.sinks.to(o.device)
-    scales: Any = tuple(x.to(o.device) for x in inputs.head_scales) or None
-    problem = Problem(settings, len(q), len(k), q, k, v, o, lse, packed, sinks=sinks, head_scales=scales)
-    reference.run(problem, torch.float64)
 
 
 # --------------------------------------------------------------------------------------------- cases

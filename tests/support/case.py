@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from cute_attn.problem import Features, Settings
-
 LOG2E = math.log2(math.e)
 LSE_ROUNDING = 2**-22  # fp32 logits of the lse's size are rounded by 2^-24 of it, a few times over
 
@@ -147,12 +145,6 @@ class BatchCase:
         default = 1 / math.sqrt(self.head_dim_qk)
         scales = (default if self.sm_scale is None else self.sm_scale, self.q_scale, self.k_scale)
         return math.prod(s for s in scales if s is not None)
-
-    def settings(self, features: Features, **rest: Any) -> Settings:
-        """What the reference is told of the numbers."""
-        same = {name: getattr(self, name) for name in ("window_left", "logits_soft_cap", "rope_scale", "rope_theta")}
-        v_scale = 1.0 if self.v_scale is None else self.v_scale
-        return Settings(features, sm_scale=self.scale, v_scale=v_scale, **same, **rest)
 
     def scale_arguments(self, device: torch.device, *names: str) -> dict[str, Any]:
         """Scales of q, k or v as a call gets them."""

@@ -46,24 +46,30 @@ def attention(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | float = 0.0,
+    device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return o `[qo_len, heads, head_dim]` and the base-2 lse `[qo_len, heads]`, both fp64 on the CPU.
+    """Return o `[qo_len, heads, head_dim]` and the base-2 lse `[qo_len, heads]`, both fp64 on a device.
 
     `q`: `[qo_len, heads, head_dim]`; `k`, `v`: `[kv_len, kv_heads, head_dim]`; `keep`: bool `[qo_len, kv_len]`, or one
     per kv head `[kv_heads, qo_len, kv_len]`; `bias` of scores: `[heads, qo_len, kv_len]`. Rows that see nothing are 0.
     """
-    q, k, v = (x.detach().cpu().double() for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    z = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) + bias
-    if soft_cap > 0:
-        z = soft_cap * torch.tanh(z / soft_cap)
-    kept = keep.cpu().bool()
-    z = z.masked_fill(~(kept.repeat_interleave(group, 0) if kept.dim() == 3 else kept), -math.inf)
-    more = torch.empty(len(z), 0) if sinks is None else sinks.detach().cpu()[:, None]
-    lse = torch.cat((z, more.double()[:, None].expand(-1, len(q), -1)), -1).logsumexp(-1)
-    weights = (z - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
-    return torch.einsum("hij,jhd->ihd", weights, v), lse.T / math.log(2)
+    q, k, v = (x.detach().to(device).double() for x in (q, k, v))
+    group, kept = q.shape[1] // k.shape[1], keep.to(device).bool()
+    scale, parts = q.shape[2] ** -0.5 if sm_scale is None else sm_scale, []
+    for i in range(k.shape[1]):  # one by one: scores of all heads take much memory
+        heads = slice(i * group, (i + 1) * group)
+        z = torch.einsum("ihd,jd->hij", q[:, heads], k[:, i]) * scale
+        z += bias[heads].to(device) if isinstance(bias, torch.Tensor) else bias
+        if soft_cap > 0:
+            z = soft_cap * torch.tanh(z / soft_cap)
+        z.masked_fill_(~(kept[i] if kept.dim() == 3 else kept), -math.inf)
+        more = torch.empty(group, 0) if sinks is None else sinks[heads].detach()[:, None]
+        more = more.to(device).double()[:, None].expand(-1, len(q), -1)
+        lse = torch.cat((z, more), -1).logsumexp(-1)
+        weights = (z - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+        parts.append((torch.einsum("hij,jd->ihd", weights, v[:, i]), lse.T / math.log(2)))
+    o, lse = (torch.cat(of_heads, 1) for of_heads in zip(*parts, strict=True))
+    return o, lse
 
 
 def batch_attention(requests: Iterable[Sequence[Any]], *options: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Attention with q, k and v in fp8: cases. The bound on the error that holds for every element: `batch_case.check`."""
+"""Attention with q, k and v in fp8: cases. The bound on the error that holds for every element: `formula.check`."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from cute_attn.emulator.settings import Emulation
 from tests.support import batch_case
 from tests.support.batch_case import BatchCase, BatchInputs
 from tests.support.case import poisoned_memory
+from tests.support.formula import check
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -54,7 +55,7 @@ def planned(case: BatchCase, device: str = "cpu", **arguments: Any) -> tuple[Any
 
 def assert_right(problem: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Fail with the case, and with what of its result is wrong first."""
-    result = batch_case.check(problem, inputs, out, lse)
+    result = check(problem, inputs, out, lse)
     assert result.ok, f"{problem}: {result.detail}"
 
 

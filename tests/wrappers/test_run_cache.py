@@ -14,9 +14,9 @@ from cute_attn.emulator.settings import using
 from cute_attn.kernels.fa2.host import prepared as fa2_prepared
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.request import batch_run, operands
-from tests.support.batch_case import BatchCase, BatchInputs, call, check, heads, make, paged, plan_arguments
+from tests.support.batch_case import BatchCase, BatchInputs, call, heads, make, paged, plan_arguments
 from tests.support.case import shifted
-from tests.support.formula import assert_batch_right
+from tests.support.formula import assert_batch_right, check
 from tests.support.launch_corpus import driver
 from tests.support.noted import noted
 from tests.support.right import assert_right, planned
