@@ -115,18 +115,10 @@ class BatchCase:
     @property
     def id(self) -> str:
         lens = f"{len(self.qo_lens)}x{max(self.qo_lens, default=0)}x{max(self.kv_lens, default=0)}"
-        parts = [
-            self.kind,
-            lens,
-            f"h{self.num_qo_heads}x{self.num_kv_heads}",
-            f"d{self.head_dim_qk}x{self.head_dim_vo}",
-        ]
-        skipped = ("kind", "qo_lens", "kv_lens", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name not in skipped and value != field.default:
-                parts.append(f"{field.name}={value}")
-        return "-".join(parts)
+        heads, dims = f"h{self.num_qo_heads}x{self.num_kv_heads}", f"d{self.head_dim_qk}x{self.head_dim_vo}"
+        others = dataclasses.fields(self)[7:]
+        given = (f"{field.name}={x}" for field in others if (x := getattr(self, field.name)) != field.default)
+        return "-".join([self.kind, lens, heads, dims, *given])
 
     @property
     def q_gain(self) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from tests.support.dense_attention import batch_attention, nvfp4_values, seen
 from tests.support.paged_cache import Pages, Stored, ends, stacked, store
@@ -146,15 +147,9 @@ def build(case: XqaCase, device: str = "cpu") -> Built:
         "out": None if case.out is None else torch.empty(query.shape, dtype=DTYPES[case.out]),
         "return_lse": case.return_lse,
     }
-    moved = {name: _to(value, device) for name, value in arguments.items()}
+    moved = tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, arguments)
     keys, values = ([*side.values.split(case.seq_lens)] for side in (k, v))
     return Built(case, moved, keys, values, query.double(), mask_bits, sinks)
-
-
-def _to(value: Any, device: str) -> Any:
-    if isinstance(value, tuple):
-        return tuple(x.to(device) for x in value)
-    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def words(bits: torch.Tensor) -> torch.Tensor:
