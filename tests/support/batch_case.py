@@ -351,8 +351,27 @@ SMALL: tuple[BatchCase, ...] = (
 )
 
 
+def random_options(rng: random.Random, max_len: int) -> dict[str, Any]:
+    """Any legal mixture of what single requests and batches have."""
+    pos_encoding_mode = rng.choice(("NONE", "NONE", "NONE", "ROPE_LLAMA", "ALIBI"))
+    return {
+        "pos_encoding_mode": pos_encoding_mode,
+        "dtype": rng.choice(DTYPES),
+        "kv_layout": rng.choice(("NHD", "HND")),
+        "window_left": rng.choice((-1, -1, rng.randint(0, max_len))),
+        "logits_soft_cap": rng.choice((0.0, 0.0, 3.0 if pos_encoding_mode == "ALIBI" else 30.0)),
+        "rope_scale": rng.choice((1.0, 4.0)),
+        "rope_theta": rng.choice((1e4, 5e5)),
+        "sm_scale": rng.choice((None, None, rng.uniform(-0.05, 0.08))),
+        "k_scale": rng.choice((None, rng.uniform(0.5, 1.2))),
+        "v_scale": rng.choice((None, rng.uniform(0.7, 1.3))),
+        "tensor_scales": rng.random() < 0.3,
+        "return_lse": rng.random() < 0.8,
+    }
+
+
 def random_batch_case(seed: int, max_len: int = 700, max_batch: int = 12) -> BatchCase:
-    """A case for fuzzing: any legal mixture."""
+    """A batch for fuzzing."""
     rng = random.Random(seed)
     kind = rng.choice(("paged", "paged", "ragged", "decode"))
     batch = rng.choice((1, 2, rng.randint(1, max_batch)))
@@ -363,40 +382,21 @@ def random_batch_case(seed: int, max_len: int = 700, max_batch: int = 12) -> Bat
     kv_lens = tuple(length(max_len) for _ in range(batch))
     q_len = rng.choice((1, 1, 1, 2, 4)) if kind == "decode" else 0
     qo_lens = tuple(q_len or length(max_len // 3) for _ in range(batch))
-    pos_encoding_mode = rng.choice(("NONE", "NONE", "NONE", "ROPE_LLAMA", "ALIBI"))
     num_kv_heads = rng.choice((1, 2, 3, 4))
     qk, vo = rng.choice(DIMS[:-1] if kind == "decode" else DIMS)
-    kv_dtype = rng.choice((None, None, None, E4M3, E5M2, "nvfp4"))
     split = rng.choice(("", "", "fixed", "none"))
     return BatchCase(
-        kind,
-        qo_lens,
-        kv_lens,
-        num_kv_heads * rng.choice((1, 2, 3, 4, 7, 8)),
-        num_kv_heads,
-        qk,
-        vo,
+        *(kind, qo_lens, kv_lens, num_kv_heads * rng.choice((1, 2, 3, 4, 7, 8)), num_kv_heads, qk, vo),
+        **random_options(rng, max_len),
         page_size=1 if kind == "ragged" else rng.choice((1, 2, 5, 8, 16, 16, 32, 64, 128)),
-        dtype=rng.choice(DTYPES),
-        kv_dtype=kv_dtype,
-        kv_layout=rng.choice(("NHD", "HND")),
+        kv_dtype=rng.choice((None, None, None, E4M3, E5M2, "nvfp4")),
         cache=rng.choice(("pair", "strided") if kind == "ragged" or qk != vo else ("pair", "list", "one", "strided")),
         mask="none" if kind == "decode" else rng.choice(("none", "causal", "causal", "custom", "packed", "packed")),
-        window_left=rng.choice((-1, -1, rng.randint(0, max_len))),
-        logits_soft_cap=rng.choice((0.0, 0.0, 3.0 if pos_encoding_mode == "ALIBI" else 30.0)),
-        pos_encoding_mode=pos_encoding_mode,
-        rope_scale=rng.choice((1.0, 4.0)),
-        rope_theta=rng.choice((1e4, 5e5)),
-        sm_scale=rng.choice((None, None, rng.uniform(-0.05, 0.08))),
         q_scale=rng.choice((None, rng.uniform(0.7, 1.2))),
-        k_scale=rng.choice((None, rng.uniform(0.7, 1.2))),
-        v_scale=rng.choice((None, rng.uniform(0.7, 1.3))),
-        tensor_scales=rng.random() < 0.3,
         sinks=rng.random() < 0.25,
         fixed_split_size=rng.randint(1, 12) * 16 if split == "fixed" else None,
         disable_split_kv=split == "none",
         lse_base=rng.choice(("log2", "log2", "ln")),
-        return_lse=rng.random() < 0.8,
         indices=rng.choice(("int32", "int64")),
         slack=rng.random() < 0.3,
         seed=seed,
