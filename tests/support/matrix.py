@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from tests.support.batch_case import random_options
+from tests.support.batch_case import DTYPES, random_options
 from tests.support.case import BatchCase
 
 
@@ -39,9 +39,7 @@ ALIBI: dict[str, Any] = {"pos_encoding_mode": "ALIBI"}
 DIMS: tuple[int | tuple[int, int], ...] = (64, 80, 96, 112, 128, 256, (192, 128))
 DECODE_DIMS = (64, 80, 96, 112, 128, 256)
 OTHER_DIMS: tuple[int | tuple[int, int], ...] = (512, 160, 144, 48, (128, 64), (64, 128), (192, 192))
-DTYPES = ("float16", "bfloat16")
 STORAGES = ("dense", "packed_qkv", "padded", "odd", "transposed", "expanded")
-LAYOUTS = ("NHD", "HND")
 
 SMALL: tuple[BatchCase, ...] = (
     # head dims
