@@ -21,18 +21,18 @@ from cute_attn.errors import Refusal
 from cute_attn.runtime import arch as archs
 from tests.gpu import marks
 from tests.gpu.guarded import assert_outputs_alone_are_written
-from tests.support import batch_case, fp8_case, fp8_kv_cases, matrix, narrow_outputs, transformed_kv, xqa_batches
+from tests.support import batch_case, fp8_case, matrix, narrow_outputs, persistent_emulated, xqa_batches
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads, paged, ragged, random_batch_case
 from tests.support.graphs import assert_plans_in_a_row_do_not_race, assert_replays
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import BF16, FULL
-from tests.support.persistent_emulated import BATCHES, CUDA, FA3, GATHERED, LONG
+from tests.support.persistent_emulated import BATCHES, CUDA, FA3, GATHERED, LONG, of_8_bits
 from tests.support.right import Solver, assert_solved, assert_solved_again
 
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_BATCHES", "400"))
 CHUNK = 20  # random problems of one test
 BACKENDS = ("fa2", "fa3", "fa4", "auto")
-CHANGES = {"nvfp4": transformed_kv.NVFP4, "rope": transformed_kv.ROPE}  # what fa3's transform warps do
+CHANGES = {"nvfp4": persistent_emulated.NVFP4, "rope": persistent_emulated.ROPE}  # what fa3's transform warps do
 ITEMS: dict[str, Any] = {"mask": "items"}
 
 
@@ -107,9 +107,9 @@ LARGE_PREFILL = (  # keys of 8 bits, NVFP4 keys, rotated keys
 SINGLE_DECODE = [x for x in (*matrix.SMALL, *FULL) if x.kind == "single_decode" and xqa_batches.is_taken(x)]
 PERSISTENT = *FULL, *LONG, *batch_case.SMALL, *BATCHES, *GATHERED
 PREPARED_KEYS: tuple[BatchCase, ...] = (
-    *(*fp8_kv_cases.of_8_bits(matrix.SMALL), *fp8_kv_cases.of_8_bits(FULL[::4])),
-    *fp8_kv_cases.of_8_bits((*batch_case.SMALL, *LARGE_PREFILL)),
-    *(*transformed_kv.NVFP4_BATCHES, *transformed_kv.ROPE_BATCHES),
+    *(*of_8_bits(matrix.SMALL), *of_8_bits(FULL[::4])),
+    *of_8_bits((*batch_case.SMALL, *LARGE_PREFILL)),
+    *(*persistent_emulated.NVFP4_BATCHES, *persistent_emulated.ROPE_BATCHES),
     *(dataclasses.replace(batch, **change) for change in CHANGES.values() for batch in LARGE_PREFILL),
 )
 MATRICES: dict[str, tuple[BatchCase, ...]] = {
@@ -156,7 +156,7 @@ DRAWS: dict[str, Callable[[int], Iterable[BatchCase]]] = {  # by the first of a 
     "single": lambda first: map(matrix.random_case, range(first, first + CHUNK)),
     "batch": batches,
     "decode": lambda first: itertools.islice(xqa_batches.random_batches(first, 3000, 12), CHUNK),
-    "8 bits": lambda first: fp8_kv_cases.of_8_bits(dataclasses.replace(x, kv_dtype=None) for x in batches(first)),
+    "8 bits": lambda first: of_8_bits(dataclasses.replace(x, kv_dtype=None) for x in batches(first)),
     **{name: functools.partial(prepared, change=change) for name, change in CHANGES.items()},
     "items": items,
     "items alone": functools.partial(items, pos_encoding_mode="NONE"),

@@ -19,7 +19,6 @@ from tests.support import decode_refusals
 from tests.support.batch_case import paged
 from tests.support.formula import check
 from tests.support.graphs import cuda_graph, without_synchronising
-from tests.support.low_level import low_level
 from tests.support.trtllm_prefill import context_arguments
 from tests.support.xqa_case import Built, XqaCase, build
 
@@ -54,7 +53,7 @@ def test_without_validation_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> 
 def test_semaphores_of_any_size_on_several_streams(words: int) -> None:
     """Calls on four streams at once, whose buffers may be too small to be used."""
     built = build(CASE, "cuda")
-    calls = [low_level(built, words) for _ in range(4)]
+    calls = [built.low_level(words) for _ in range(4)]
     for given in calls:
         xqa(**given)
     torch.cuda.synchronize()
@@ -76,7 +75,7 @@ def test_small_semaphores_in_graphs_on_several_streams() -> None:
     built = build(CASE, "cuda")
     captured = []
     for _ in range(3):
-        given = low_level(built, 3)
+        given = built.low_level(3)
         xqa(**given)
         _, replay = cuda_graph(lambda given=given: [xqa(**given) for _ in range(3)])
         given["output"].zero_()

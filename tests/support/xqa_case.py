@@ -94,6 +94,14 @@ class Built:
             kept[:, max(kv_len - qo_len, 0) :] &= bits[:, max(qo_len - kv_len, 0) : qo_len]
         return kept
 
+    def low_level(self, words: int = 4096, **changes: Any) -> dict[str, Any]:
+        """Arguments of `cute_attn.xqa`. `words`: 32-bit words of the workspace and of the semaphores, each."""
+        a, (k, v) = self.arguments, self.arguments["kv_cache"]
+        given = {"q": a["query"], "k_cache": k, "v_cache": v, "page_table": a["block_tables"]}
+        given |= {"seq_lens": a["seq_lens"], "output": torch.zeros_like(a["query"]), "num_kv_heads": 2, "page_size": 16}
+        given |= {"kv_layout": self.case.kv_layout, "workspace_buffer": torch.empty(words, device=k.device)}
+        return given | {"semaphores": torch.zeros(words, dtype=torch.uint32, device=k.device)} | changes
+
     def check(self, out: torch.Tensor, lse: torch.Tensor | None) -> str:
         """ "" if out and lse are right, else what is wrong."""
         o, z = self.oracle()
