@@ -7,7 +7,7 @@ anywhere. `ENTRIES` write memory of their caller; `NEW_RESULTS` write new tensor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -57,6 +57,11 @@ class Entry(NamedTuple):
     written: tuple[str, ...] = ("out", "lse")
     planned: tuple[str, ...] = ()  # names of tensors that `begin` reads and the plan keeps
     emulated: bool = True
+
+    def on(self, device: str, but: Sequence[str] = ()) -> dict[str, Any]:
+        """Return copies of the tensors on a device, where a plan's lengths do not go; all `but` some."""
+        given = {name: x.to(device, copy=True) for name, x in self.tensors.items() if name not in but}
+        return given | {name: x for name, x in self.tensors.items() if name == "kv_len_arr"}
 
 
 def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

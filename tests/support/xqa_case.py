@@ -75,7 +75,6 @@ class Built:
     values: list[torch.Tensor]
     query: torch.Tensor
     mask_bits: torch.Tensor | None  # [num_tokens, q_len] bool
-    sinks: torch.Tensor | None
 
     def oracle(self) -> tuple[torch.Tensor, torch.Tensor]:
         """out and base-2 lse in fp64, request by request."""
@@ -83,7 +82,7 @@ class Built:
         bits = [None] * len(lens) if self.mask_bits is None else self.mask_bits.split(lens)
         kept = [self._visible(*request) for request in zip(bits, lens, map(len, self.keys), strict=True)]
         requests = zip(self.query.split(lens), self.keys, self.values, kept, strict=True)
-        o, lse = batch_attention(requests, case.scale, sinks=self.sinks)
+        o, lse = batch_attention(requests, case.scale, sinks=self.arguments["sinks"])
         o *= case.bmm2_scale * case.o_scale
         return ((o / case.o_scale).clamp(-448, 448) if case.out == "e4m3" else o), lse
 
@@ -132,7 +131,6 @@ def build(case: XqaCase, device: str = "cpu") -> Built:
 
     num_tokens, q_dtype = sum(case.qo_lens), DTYPES[case.q]
     query = torch.randn(num_tokens, case.heads[0], case.head_dim, generator=generator).to(q_dtype)
-    sinks = torch.randn(case.heads[0], generator=generator) * 2 if case.sinks else None
     mask_bits = (torch.rand(num_tokens, case.q_len, generator=generator) < 0.6) if case.mask else None
     arguments: dict[str, Any] = {
         "query": query,
@@ -143,21 +141,17 @@ def build(case: XqaCase, device: str = "cpu") -> Built:
         "max_seq_len": max([*case.seq_lens, 0]),
         "bmm1_scale": torch.tensor([case.scale]) if case.device_scales else case.scale,
         "bmm2_scale": torch.tensor([case.bmm2_scale]) if case.device_scales else case.bmm2_scale,
-        "window_left": case.window_left,
-        "sinks": sinks,
-        "kv_layout": case.kv_layout,
-        "enable_pdl": case.enable_pdl,
+        "sinks": torch.randn(case.heads[0], generator=generator) * 2 if case.sinks else None,
         "q_len_per_req": case.q_len,
-        "o_scale": case.o_scale,
         "mask": None if mask_bits is None else words(mask_bits),
         "kv_cache_sf": None if k.scales is None or v.scales is None else cache(k.scales, v.scales),
         "q_cu_seq_lens": None if case.q_lens is None else ends(case.q_lens),
         "out": None if case.out is None else torch.empty(query.shape, dtype=DTYPES[case.out]),
-        "return_lse": case.return_lse,
+        **{name: getattr(case, name) for name in ("window_left", "kv_layout", "enable_pdl", "o_scale", "return_lse")},
     }
     moved = tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, arguments)
     keys, values = ([*side.values.split(case.seq_lens)] for side in (k, v))
-    return Built(case, moved, keys, values, query.double(), mask_bits, sinks)
+    return Built(case, moved, keys, values, query.double(), mask_bits)
 
 
 def words(bits: torch.Tensor) -> torch.Tensor:
