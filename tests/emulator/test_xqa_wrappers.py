@@ -20,9 +20,10 @@ from tests.support.graphs import Captured, emulated_graph, graph_wrapper
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import SMALL as MATRIX
 from tests.support.matrix import decode as request
+from tests.support.persistent_emulated import CUDA
 from tests.support.right import Solver, assert_planned_right, emulate, emulate_call
 from tests.support.schedules import KINDS, in_turn
-from tests.support.xqa_batches import CUDA, GRAPHED, SMALL, is_taken, random_batches
+from tests.support.xqa_batches import GRAPHED, SMALL, is_taken, random_batches
 from tests.support.xqa_rules import NO_CLUSTERS, move_steps
 
 pytestmark = pytest.mark.emulator

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cute_attn import NotSupported
-from cute_attn.dispatch import capabilities, select
+from cute_attn.dispatch import capabilities
 from cute_attn.errors import Refusal
 from cute_attn.runtime import arch as archs
 from tests.gpu import marks
@@ -43,10 +43,9 @@ def params(rows: Iterable[tuple[str, Any]]) -> list[Any]:
 
 def refusals(problem: BatchCase, backend: str) -> list[Refusal]:
     """The reasons of the table against a problem here; of "auto" only where no backend is left."""
-    features = batch_case.features(problem, CUDA)
     arch = archs.for_device(torch.cuda.current_device())
     names = [name for name in marks.OF if name != "auto"] if backend == "auto" else [backend]
-    found = [select.reasons_against(capabilities.BY_NAME[name], features, arch) for name in names]
+    found = [batch_case.refusals(problem, name, arch) for name in names]
     return [reason for reasons in found for reason in reasons] if all(found) else []
 
 
@@ -190,9 +189,8 @@ FP8 = (*fp8_case.SMALL, *fp8_case.VARIED, *fp8_case.CUT, *fp8_case.LONG, *fp8_ca
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id, marks=(*marks.GPU, pytest.mark.sm90)) for case in FP8])
 def test_fp8(case: BatchCase) -> None:
     """Every element is within what the rounding of probabilities explains."""
-    arch = archs.for_device(torch.cuda.current_device())
-    if select.reasons_against(capabilities.BY_NAME["fa3"], batch_case.features(case, torch.device("cuda")), arch):
-        pytest.skip(f"{arch.name} has no fp8 kernel")
+    if refusals(case, "fa3"):
+        pytest.skip("no fp8 kernel here")
     assert_solved(case, "cuda", backend="auto")
 
 

@@ -436,6 +436,6 @@ def features(case: BatchCase, device: torch.device) -> Features:
     )
 
 
-def refusals(case: BatchCase, inputs: BatchInputs, backend: str, arch: Arch | None) -> list[Refusal]:
-    """Refusals of the capability table for a case."""
-    return select.reasons_against(capabilities.BY_NAME[backend], features(case, inputs.q.device), arch)
+def refusals(case: BatchCase, backend: str, arch: Arch | None) -> list[Refusal]:
+    """Refusals of the capability table for a case on a GPU."""
+    return select.reasons_against(capabilities.BY_NAME[backend], features(case, torch.device("cuda")), arch)
