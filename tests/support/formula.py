@@ -8,7 +8,7 @@ import math
 import torch
 
 from tests.support.batch_case import E4M3, E5M2, BatchInputs, Request
-from tests.support.case import BatchCase, Result, verdict
+from tests.support.case import BatchCase, verdict
 from tests.support.dense_attention import attention, seen
 
 CLOSE = 1152  # keys that may follow closely on the highest score
@@ -87,13 +87,12 @@ def assert_batch_right(case: BatchCase, inputs: BatchInputs, out: torch.Tensor, 
 # ---- the verdict on what kernels compute
 
 
-def check(case: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
-    """Compare with the formula, on out's device. Rows of no request must be 0 and -inf, and so must those that see no
-    key.
+def check(case: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Tensor | None) -> str:
+    """Compare with the formula, on out's device, and return what is wrong, or "". Rows of no request must be 0 and
+    -inf, and so must those that see no key.
     """
-    wrong_form = _wrong_form(case, out, lse)
-    if wrong_form:
-        return Result(False, math.inf, math.inf, wrong_form)
+    if wrong_form := _wrong_form(case, out, lse):
+        return wrong_form
     expected = batch_formula(case, inputs, out.device)
     found = out.view(expected[0].shape), None if lse is None else lse.view(expected[1].shape)
     if not case.fp8:
@@ -101,7 +100,7 @@ def check(case: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Te
     for o, o_ref in zip(*(x[case.first :].double().split(case.qo_lens) for x in (found[0], expected[0])), strict=True):
         error, norm = float((o - o_ref).norm()), float(o_ref.norm())
         if out.dtype.itemsize > 1 and error > (2**-6 if case.v_mean >= 2 else 0.04) * norm:
-            return Result(False, error / norm, 0.0, f"o of a request is off by {error / norm:.3g} of its norm")
+            return f"o of a request is off by {error / norm:.3g} of its norm"
     return verdict(case, found, expected, _fp8_bound(case, inputs, expected[0]))
 
 

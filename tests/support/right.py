@@ -55,8 +55,8 @@ def planned(case: BatchCase, device: str = "cpu", **arguments: Any) -> tuple[Any
 
 def assert_right(problem: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Fail with the case, and with what of its result is wrong first."""
-    result = check(problem, inputs, out, lse)
-    assert result.ok, f"{problem}: {result.detail}"
+    wrong = check(problem, inputs, out, lse)
+    assert not wrong, f"{problem}: {wrong}"
 
 
 def assert_solved(problem: BatchCase, device: torch.device | str = "cpu", *, backend: str, **arguments: Any) -> None:
