@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,7 @@ from tests.support.batch_case import E5M2, BatchCase, features, heads, ragged
 from tests.support.cover import needed
 from tests.support.fp8_case import CUT, LONG, SIGNED, SMALL, VARIED, fp8, single
 from tests.support.matrix import CAUSAL
-from tests.support.persistent_emulated import CUDA, name
+from tests.support.persistent_emulated import name
 from tests.support.right import emulate, families
 from tests.support.schedules import ALL_SCHEDULES, in_turn
 
@@ -34,7 +32,7 @@ DECODE: tuple[BatchCase, ...] = (
 
 @pytest.mark.parametrize(
     ("case", "schedule"),
-    in_turn(needed((*DECODE, *SMALL, *VARIED), functools.partial(features, device=CUDA), (*LONG, *CUT))),
+    in_turn(needed((*DECODE, *SMALL, *VARIED), features, (*LONG, *CUT))),
     ids=name,
 )
 def test_fp8(case: BatchCase, schedule: Schedule) -> None:

@@ -26,7 +26,7 @@ from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads, paged
 from tests.support.graphs import assert_plans_in_a_row_do_not_race, assert_replays
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import BF16, FULL
-from tests.support.persistent_emulated import BATCHES, CUDA, FA3, GATHERED, LONG, of_8_bits
+from tests.support.persistent_emulated import BATCHES, FA3, GATHERED, LONG, of_8_bits
 from tests.support.right import Solver, assert_solved, assert_solved_again
 
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_BATCHES", "400"))
@@ -141,7 +141,7 @@ def plain(first: int) -> Iterator[BatchCase]:
 
 def prepared(first: int, change: dict[str, Any]) -> Iterator[BatchCase]:
     changed = (dataclasses.replace(x, **change) for x in plain(first))
-    return (x for x in changed if FA3.takes(batch_case.features(x, CUDA)))
+    return (x for x in changed if FA3.takes(x))
 
 
 def items(first: int, **changes: Any) -> Iterator[BatchCase]:

@@ -29,6 +29,7 @@ from tests.support.placed import placed, placed_mask
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 WORKSPACE = 32 << 20
+CUDA = torch.device("cuda")
 EMPTY_ROW_STEP = 7  # rows 0, 7, 14, ... of a custom mask see nothing
 
 
@@ -415,7 +416,7 @@ def random_lengths(case: BatchCase, seed: int, max_len: int) -> BatchCase:
     return dataclasses.replace(case, qo_lens=qo_lens, kv_lens=kv_lens, seed=seed)
 
 
-def features(case: BatchCase, device: torch.device) -> Features:
+def features(case: BatchCase, device: torch.device = CUDA) -> Features:
     """The features of a case on a device, without its tensors."""
     dtype = getattr(torch, case.dtype)
     scored = case.q_scale is not None or case.k_scale is not None
@@ -438,4 +439,4 @@ def features(case: BatchCase, device: torch.device) -> Features:
 
 def refusals(case: BatchCase, backend: str, arch: Arch | None) -> list[Refusal]:
     """Refusals of the capability table for a case on a GPU."""
-    return select.reasons_against(capabilities.BY_NAME[backend], features(case, torch.device("cuda")), arch)
+    return select.reasons_against(capabilities.BY_NAME[backend], features(case), arch)

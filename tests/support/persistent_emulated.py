@@ -7,19 +7,14 @@ import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import torch
-
-from cute_attn.dispatch import capabilities, select
+from cute_attn.dispatch import capabilities
 from cute_attn.emulator import Schedule
 from cute_attn.emulator.settings import Emulation
-from cute_attn.problem import Features
 from cute_attn.runtime.arch import Arch, named
-from tests.support.batch_case import BatchCase, dims, features, heads, paged, ragged
+from tests.support.batch_case import BatchCase, dims, heads, paged, ragged, refusals
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, E4M3, HND, PACKED, prefill
 from tests.support.right import emulate, families
 from tests.support.schedules import ALL_SCHEDULES
-
-CUDA = torch.device("cuda")
 
 
 class Target(NamedTuple):
@@ -32,8 +27,8 @@ class Target(NamedTuple):
     schedules: tuple[Schedule, ...]
     recomputes: str
 
-    def takes(self, features: Features) -> bool:
-        return not select.reasons_against(capabilities.BY_NAME[self.kernels], features, named(self.arch))
+    def takes(self, problem: BatchCase) -> bool:
+        return not refusals(problem, self.kernels, named(self.arch))
 
     @property
     def on(self) -> tuple[str, str]:
@@ -83,14 +78,13 @@ GATHERED: tuple[BatchCase, ...] = (
 
 # The test matrices with 8-bit keys and values under 16-bit q, as far as these kernels support them.
 KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-LLAMA = features(prefill(70, 70, (1, 1), 128, **E4M3), CUDA)
-OF_8_BITS = tuple(target for target in TARGETS if target.takes(LLAMA))
+OF_8_BITS = tuple(target for target in TARGETS if target.takes(prefill(70, 70, (1, 1), 128, **E4M3)))
 
 
 def of_8_bits(problems: Iterable[BatchCase]) -> list[BatchCase]:
     wide = [x for x in problems if x.kv_dtype is None and x.storage != "packed_qkv" and x.kind != "decode"]
     made = [dataclasses.replace(x, kv_dtype=dtype) for x, dtype in zip(wide, itertools.cycle(KV_DTYPES), strict=False)]
-    return [x for x in made if all(target.takes(features(x, CUDA)) for target in OF_8_BITS)]
+    return [x for x in made if all(target.takes(x) for target in OF_8_BITS)]
 
 
 # Batches whose keys the transform warps of fa3 prepare: NVFP4 widened, 16-bit keys rotated.
@@ -110,7 +104,7 @@ _TRANSFORMED = (
 def transformed(changes: dict[str, Any]) -> list[BatchCase]:
     """The batches that fa3 takes with these changes."""
     made = [dataclasses.replace(batch, **changes) for batch in _TRANSFORMED]
-    return [batch for batch in made if FA3.takes(features(batch, CUDA))]
+    return [batch for batch in made if FA3.takes(batch)]
 
 
 NVFP4_BATCHES, ROPE_BATCHES = transformed(NVFP4), transformed(ROPE)
