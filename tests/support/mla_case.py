@@ -70,7 +70,7 @@ class MlaCase:
         self.made.update(
             q=2 * random(sum(self.q_lens), self.heads, self.columns),
             cache=cache,
-            table=pages.tables(beyond=-1),
+            table=pages.tables(max(1, *map(len, pages.of_requests)), beyond=-1),
             indices=pages.indices,
             kv_indptr=pages.indptr,
             qo_indptr=ends(self.q_lens),
