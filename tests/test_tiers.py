@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.executors import REFERENCE, emulated
 from tests.support.tiers import EMULATED_CASES, EXCEPTIONS, QUICK_CASES, long_items, runs_on, spread
 
 ROOT = Path(__file__).parents[1]
@@ -22,11 +20,6 @@ class Item:
 
     nodeid: str
     marks: tuple[str, ...] = ()
-    params: dict[str, Any] = field(default_factory=dict, hash=False)
-
-    @property
-    def callspec(self) -> Any:
-        return SimpleNamespace(params=self.params)
 
     def get_closest_marker(self, name: str) -> Any:
         return name if name in self.marks else None
@@ -36,8 +29,8 @@ def long_names(items: list[Any]) -> list[str]:
     return [item.nodeid for item in long_items(items)]
 
 
-def cases(function: str, count: int, *marks: str, **params: Any) -> list[Item]:
-    return [Item(f"{function}[{i}-{params}]", marks, params) for i in range(count)]
+def cases(function: str, count: int, *marks: str, on: str = "") -> list[Item]:
+    return [Item(f"{function}[{i}-{on}]", marks) for i in range(count)]
 
 
 @pytest.mark.parametrize(("count", "kept"), [(0, 3), (1, 3), (3, 3), (4, 3), (100, 7), (5, 0)])
@@ -58,7 +51,7 @@ def test_functions_that_run_kernels_keep_some_cases() -> None:
 
 def test_executors_share_the_cases_that_run_kernels() -> None:
     """The first item of a function is often one on the reference, which says nothing of the others."""
-    executors = (REFERENCE, ()), (emulated("sm_80"), ("emulator",)), (emulated("sm_90a"), ("emulator",))
+    executors = ("reference", ()), ("sm_80", ("emulator",)), ("sm_90a", ("emulator",))
     items = [x for on, marks in executors for x in cases("f.py::test_it", QUICK_CASES, *marks, on=on)]
     items += cases("f.py::test_it", QUICK_CASES, "gpu")
     found = long_names(items)

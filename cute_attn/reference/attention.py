@@ -190,11 +190,11 @@ def _softmax(z: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, 
     return torch.exp(z - lse.masked_fill(lse == -math.inf, 0.0)[..., None]), lse
 
 
-def run(problem: Problem, dtype: torch.dtype = torch.float64, *, round_rotated: bool = True) -> None:
+def run(problem: Problem, dtype: torch.dtype = torch.float64) -> None:
     """Compute `problem.out` and `problem.lse` on their device in `dtype` (fp64 or fp32).
 
-    `round_rotated` rounds q and k after RoPE to q's dtype if that has 16 bits, as a kernel with 16-bit matrix
-    instructions must. fp32 on CUDA follows torch's TF32 switches: compare kernels with fp64.
+    After RoPE q and k are rounded to q's dtype if that has 16 bits, as a kernel with 16-bit matrix instructions must.
+    fp32 on CUDA follows torch's TF32 switches: compare kernels with fp64.
     """
     features = problem.features
     q, k, v = problem.q, problem.k, problem.v
@@ -205,7 +205,7 @@ def run(problem: Problem, dtype: torch.dtype = torch.float64, *, round_rotated: 
     if problem.settings.kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     if features.pos_encoding_mode == "ROPE_LLAMA":
-        rounded = q.dtype if round_rotated and q.dtype.itemsize == 2 else dtype
+        rounded = q.dtype if q.dtype.itemsize == 2 else dtype
         key = torch.arange(problem.kv_len, device=q.device)
         row = torch.arange(problem.qo_len, device=q.device) + (problem.kv_len - problem.qo_len)
         q, k = (

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from tests.support import batch_case, fp8_case, fuzz, matrix
 from tests.support.batch_case import BatchCase, random_batch_case
 from tests.support.case import poisoned_memory
-from tests.support.formula import assert_batch_right
-from tests.support.fp8_case import Fp8Case
+from tests.support.formula import assert_batch_right, check
+from tests.support.fp8_case import PLAIN, single
 from tests.support.right import Solver
+
+FP8 = (*fp8_case.SMALL, *fp8_case.VARIED, *fp8_case.CUT, *fp8_case.LONG)
 
 
 def solved(problem: BatchCase) -> Solver:
@@ -21,7 +25,7 @@ def solved(problem: BatchCase) -> Solver:
     return solver
 
 
-@pytest.mark.parametrize("problem", [*matrix.SMALL, *batch_case.SMALL], ids=lambda problem: problem.id)
+@pytest.mark.parametrize("problem", [*matrix.SMALL, *batch_case.SMALL, *FP8], ids=lambda problem: problem.id)
 def test_small(problem: BatchCase) -> None:
     """The verdict that kernels get accepts the reference's results, too."""
     solved(problem).assert_right()
@@ -42,32 +46,22 @@ def test_corrupted_input(aligned: bool, monkeypatch: pytest.MonkeyPatch) -> None
     assert set(outcomes.of) == {corruption.name for corruption in fuzz.CORRUPTIONS}
 
 
-# ---- fp8 queries: the reference stays well within the error bound that kernels must meet
-
-
-FP8 = [*fp8_case.SMALL, *fp8_case.VARIED, *fp8_case.CUT, *fp8_case.LONG]
-
-
-@pytest.mark.parametrize("case", FP8, ids=lambda case: case.id)
-def test_fp8(case: Fp8Case) -> None:
-    fp8_case.solve(case, "reference")
+# ---- the bound on the error of fp8 attention
 
 
 def test_the_bound_sees_a_lost_key() -> None:
-    case = Fp8Case((20,), (40,), single=True, scales="none")
-    inputs = fp8_case.make(case, "cpu")
-    short = fp8_case.Inputs(inputs.q, inputs.k[1:], inputs.v[1:], inputs.scales, None, None)
-    out, lse = fp8_case.call(case, short, "reference")
-    with pytest.raises(AssertionError):
-        fp8_case.check(case, inputs, out, lse)
+    case = single(20, 40, **PLAIN)
+    inputs = batch_case.make(case)
+    k, v = inputs.kv
+    results = batch_case.call(case, dataclasses.replace(inputs, kv=(k[1:], v[1:])))
+    assert check(case, inputs, *results)
 
 
 def test_the_bound_sees_a_wrong_scale() -> None:
-    case = Fp8Case((20,), (40,), (4, 2), single=True)
-    inputs = fp8_case.make(case, "cpu")
-    scale_q, scale_k, scale_v = inputs.scales
-    wrong = fp8_case.Inputs(inputs.q, inputs.k, inputs.v, (scale_q, scale_k, scale_v.flip(0)), None, None)
-    out, lse = fp8_case.call(case, wrong, "reference")
-    with pytest.raises(AssertionError, match="off by"):
-        fp8_case.check(case, inputs, out, lse)
+    case = single(20, 40, (4, 2))
+    inputs = batch_case.make(case)
+    scale_q, scale_k, scale_v = inputs.head_scales
+    wrong = dataclasses.replace(inputs, head_scales=(scale_q, scale_k, scale_v.flip(0)))
+    out, lse = batch_case.call(case, wrong)
+    assert "off by" in check(case, inputs, out, lse)
     assert torch.isfinite(out).all()

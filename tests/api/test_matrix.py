@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from cute_attn.reference import attention as reference
-from tests.support.batch_case import BatchCase, call, check, make
+from tests.support.batch_case import BatchCase, call, make
 from tests.support.case import LOG2E
+from tests.support.formula import check
 from tests.support.matrix import FULL, SMALL, STORAGES, prefill, random_case
 
 DRAWN = tuple(random_case(seed) for seed in range(200))  # which every backend gets on a GPU, too
@@ -98,7 +99,7 @@ INPUTS, EMPTY_INPUTS = make(CASE), make(EMPTY)
 )
 def test_the_verdict_sees_another_problem(wrong: BatchCase) -> None:
     inputs = INPUTS if wrong.seed == CASE.seed else make(wrong)
-    assert not check(CASE, INPUTS, *call(wrong, inputs)).ok
+    assert check(CASE, INPUTS, *call(wrong, inputs))
 
 
 def test_the_verdict_sees_single_elements() -> None:
@@ -108,28 +109,26 @@ def test_the_verdict_sees_single_elements() -> None:
         spot = (7, 2, 5)[: broken.dim()]
         kept = broken[spot].clone()
         broken[spot] = value
-        result = check(CASE, INPUTS, out, lse)
-        assert not result.ok
-        assert str(list(spot)) in result.detail
+        assert str(list(spot)) in check(CASE, INPUTS, out, lse)
         broken[spot] = kept
-    assert not check(CASE, INPUTS, out, lse / LOG2E).ok
-    assert not check(CASE, INPUTS, out.roll(1, 1), lse).ok
-    assert check(CASE, INPUTS, out, lse).ok
+    assert check(CASE, INPUTS, out, lse / LOG2E)
+    assert check(CASE, INPUTS, out.roll(1, 1), lse)
+    assert not check(CASE, INPUTS, out, lse)
 
 
 def test_the_verdict_wants_empty_rows_exact() -> None:
     out, lse = call(EMPTY, EMPTY_INPUTS)
     assert lse is not None
-    assert check(EMPTY, EMPTY_INPUTS, out, lse).ok
+    assert not check(EMPTY, EMPTY_INPUTS, out, lse)
     out[0, 0, 0] = 1e-6
-    assert "o[0, 0, 0]" in check(EMPTY, EMPTY_INPUTS, out, lse).detail
+    assert "o[0, 0, 0]" in check(EMPTY, EMPTY_INPUTS, out, lse)
     out[0, 0, 0] = -0.0
     lse[1, 1] = -1e30
-    assert "lse[1, 1]" in check(EMPTY, EMPTY_INPUTS, out, lse).detail
+    assert "lse[1, 1]" in check(EMPTY, EMPTY_INPUTS, out, lse)
 
 
 def test_the_verdict_wants_the_form_of_the_api() -> None:
     out, lse = call(CASE, INPUTS)
     assert lse is not None
     for bad in ((out.float(), lse), (out[0], lse), (out, lse.double()), (out, lse.T), (out, None)):
-        assert not check(CASE, INPUTS, *bad).ok
+        assert check(CASE, INPUTS, *bad)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cute_attn
+from tests.support.paged_cache import Pages, ends
 
 HEADS, DIM = 3, 8
 LENS = [(5, 3), (0, 0), (17, 17), (4, 1), (9, 0)]  # tokens after the append, appended tokens
@@ -20,18 +20,13 @@ class Batch:
     """A paged batch in which every page number is used once, in a shuffled order."""
 
     def __init__(self, page_size: int, lens: list[tuple[int, int]] = LENS) -> None:
-        pages = [-(-kv // page_size) for kv, _ in lens]
-        self.indptr = torch.tensor(np.cumsum([0, *pages]), dtype=torch.int32)
-        self.num_pages = sum(pages) + 2
-        generator = torch.Generator().manual_seed(page_size)
-        self.indices = torch.randperm(self.num_pages, generator=generator)[: sum(pages)].int()
-        self.last = torch.tensor([kv - (n - 1) * page_size if n else 0 for (kv, _), n in zip(lens, pages, strict=True)])
-        self.seq_lens = torch.tensor([kv for kv, _ in lens])
-        self.append_indptr = torch.tensor(np.cumsum([0, *(new for _, new in lens)]), dtype=torch.int32)
+        self.pages = Pages([kv for kv, _ in lens], page_size, torch.Generator().manual_seed(page_size))
+        self.num_pages, self.seq_lens = self.pages.num_pages, self.pages.seq_lens
+        self.append_indptr = ends([new for _, new in lens])
         self.rows = [(i, kv - new + t) for i, (kv, new) in enumerate(lens) for t in range(new)]
 
     def table(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.indices, self.indptr, self.last
+        return self.pages.indices, self.pages.indptr, self.pages.last_page_len
 
 
 def caches(kind: str, layout: str, batch: Batch, page_size: int, dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
@@ -60,9 +55,9 @@ def test_append_puts_every_row_in_its_slot(kind: str, layout: str, page_size: in
     requests[2] = -1  # one row in the middle is left out, too
     want = view.float().clone()
     for t, (request, position) in enumerate(batch.rows):
-        page = int(batch.indices[int(batch.indptr[request]) + position // page_size])
+        page, slot = divmod(int(batch.pages.slots[request][position]), page_size)
         if t != 2:
-            want[0, page, position % page_size], want[1, page, position % page_size] = key[t].float(), value[t].float()
+            want[0, page, slot], want[1, page, slot] = key[t].float(), value[t].float()
     cute_attn.append_paged_kv_cache(key, value, requests, positions, cache, *batch.table(), kv_layout=layout)
     assert want.any()
     assert torch.equal(view.float(), want)
@@ -109,7 +104,7 @@ def test_head_dims_of_keys_and_values_may_differ() -> None:
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=6), st.integers(0, 4), st.booleans())
 def test_batch_indices_and_positions(pairs: list[tuple[int, int]], padding: int, buffers: bool) -> None:
     appended = [new for new, _ in pairs]
-    indptr = torch.tensor(np.cumsum([0, *appended]), dtype=torch.int32)
+    indptr = ends(appended)
     seq_lens = torch.tensor([new + old for new, old in pairs], dtype=torch.int32)
     want = [(i, old + t) for i, (new, old) in enumerate(pairs) for t in range(new)] + [(-1, 0)] * padding
     out = [torch.full((len(want),), 77, dtype=torch.int32) for _ in range(2)] if buffers else [None, None]

@@ -22,7 +22,6 @@ from cute_attn import (
     utils,
     xqa,
 )
-from tests.support.low_level import low_level
 from tests.support.xqa_case import Built, XqaCase, build
 
 CASE = XqaCase((5, 40), heads=(4, 2), head_dim=64, kv_layout="HND")
@@ -119,7 +118,7 @@ def test_fp4_tensors_are_checked() -> None:
 
 def test_the_module_can_be_called() -> None:
     built = build(CASE)
-    given = low_level(built, words=3)
+    given = built.low_level(words=3)
     assert xqa(**given) is None
     assert built.check(given["output"], None) == ""
     assert inspect.ismodule(xqa)

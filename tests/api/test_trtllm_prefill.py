@@ -17,9 +17,10 @@ from cute_attn import (
     trtllm_ragged_attention_deepseek,
 )
 from cute_attn.wrappers import planned_prefill
-from tests.support.batch_case import BatchCase, check, make, paged, ragged
+from tests.support.batch_case import BatchCase, make, paged, ragged
 from tests.support.executors import Executor
-from tests.support.trtllm_prefill import context_arguments, lengths, numbers, tables, workspace
+from tests.support.right import assert_right
+from tests.support.trtllm_prefill import context_arguments, lengths, numbers, workspace
 
 CASE = paged((3, 1, 17, 0), (40, 1, 17, 5), mask="causal", return_lse=True)
 CONTEXT = {
@@ -39,14 +40,14 @@ def test_context(executor: Executor, name: str) -> None:
     inputs, arguments = context_arguments(case, executor.device)
     result = trtllm_batch_context_with_kv_cache(**arguments, backend=executor.backend)
     out, lse = result if case.return_lse else (result, None)
-    assert check(case, inputs, out, lse).ok
+    assert_right(case, inputs, out, lse)
 
 
 def fmha_v2_arguments(case: BatchCase, layout: str, device: str) -> tuple[Any, dict[str, Any]]:
     """A case and the keywords of `trtllm_fmha_v2_prefill`, with its tensors in one of the input layouts."""
     inputs = make(case, device)
     if layout.startswith("Q_PAGED"):
-        qkv, extra = (inputs.q, inputs.kv[0]), {"block_tables": tables(case, inputs)}
+        qkv, extra = (inputs.q, inputs.kv[0]), {"block_tables": inputs.tables}
     else:
         k, v = (x[: sum(case.kv_lens)] for x in inputs.kv)
         packed = {"PACKED_QKV": lambda: torch.stack((inputs.q, k, v), 1)}
@@ -76,7 +77,7 @@ FMHA_V2 = [
 @pytest.mark.parametrize(("layout", "case"), FMHA_V2, ids=[f"{n}-{layout}" for n, (layout, _) in enumerate(FMHA_V2)])
 def test_fmha_v2(executor: Executor, layout: str, case: BatchCase) -> None:
     inputs, arguments = fmha_v2_arguments(case, layout, executor.device)
-    assert check(case, inputs, trtllm_fmha_v2_prefill(**arguments, backend=executor.backend), None).ok
+    assert_right(case, inputs, trtllm_fmha_v2_prefill(**arguments, backend=executor.backend), None)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_fmha_v2_statistics(changes: dict[str, Any], unit: float) -> None:
     assert stats.shape == (*out.shape[:2], 2)
     assert stats.isfinite().all()
     lse = (stats[..., 0] * unit + stats[..., 1].log()) / math.log(2)
-    assert check(case, inputs, out, lse).ok
+    assert_right(case, inputs, out, lse)
 
 
 CHUNKS = [
@@ -124,7 +125,7 @@ def test_fmha_v2_of_chunks(executor: Executor, layout: str, case: BatchCase, siz
         position = torch.arange(qo_len)[:, None] + kv_len - qo_len
         key = torch.arange(kv_len)
         inputs.requests[i] = dataclasses.replace(request, keep=(key <= position) & (key // size == position // size))
-    assert check(case, inputs, trtllm_fmha_v2_prefill(**arguments, backend=executor.backend), None).ok
+    assert_right(case, inputs, trtllm_fmha_v2_prefill(**arguments, backend=executor.backend), None)
 
 
 def test_fmha_v2_of_chunks_after_other_chunks() -> None:
@@ -144,7 +145,7 @@ def test_fmha_v2_with_values_of_the_same_pool_in_pages_of_their_own() -> None:
     k, v = pool
     table, pages = arguments["block_tables"], k.shape[0]
     arguments |= {"qkv": (inputs.q, (k, v)), "block_tables": torch.stack((table, table + pages), 1)}
-    assert check(case, inputs, trtllm_fmha_v2_prefill(**arguments), None).ok
+    assert_right(case, inputs, trtllm_fmha_v2_prefill(**arguments), None)
     moved = arguments["block_tables"].clone()
     moved[0, 1, 0] += 1
     with pytest.raises(NotSupported, match="one page table for keys and values"):
@@ -206,7 +207,7 @@ def test_layers_share_a_plan_and_see_other_pages(monkeypatch: pytest.MonkeyPatch
     live = table < len(order)
     table[live] = order[table[live].long()].int()
     out, lse = trtllm_batch_context_with_kv_cache(**arguments | {"kv_cache": moved})
-    assert check(CASE, inputs, out, lse).ok
+    assert_right(CASE, inputs, out, lse)
     trtllm_batch_context_with_kv_cache(**arguments | {"kv_cache": moved, "bmm1_scale": 0.5})
     assert len(plans) == 1
     trtllm_batch_context_with_kv_cache(**arguments | {"kv_cache": moved, "window_left": 4})
@@ -268,7 +269,7 @@ def test_deepseek(executor: Executor, name: str) -> None:
     inputs, arguments = deepseek_arguments(case, executor.device)
     result = trtllm_ragged_attention_deepseek(**arguments, backend=executor.backend)
     out, lse = result if case.return_lse else (result, None)
-    assert check(case, inputs, out, lse).ok
+    assert_right(case, inputs, out, lse)
 
 
 def test_deepseek_with_lengths_on_the_host() -> None:
@@ -282,5 +283,5 @@ def test_deepseek_with_lengths_on_the_host() -> None:
     found = trtllm_ragged_attention_deepseek(**arguments, out=out, lse=lse)
     assert found[0] is out
     assert found[1] is lse
-    assert check(case, inputs, *found).ok
+    assert_right(case, inputs, *found)
     assert all(map(torch.equal, found, expected))

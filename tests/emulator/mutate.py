@@ -33,10 +33,9 @@ from unittest import mock
 from cute_attn.emulator import EmulatorError, Schedule, using
 from tests.emulator.equivalents import excuse
 from tests.emulator.mutations import MUTATIONS, Mutant, applied, mutants
-from tests.support import batch_case
+from tests.support import batch_case, fp8_case
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.batch_case import decode as batch_decode
-from tests.support.fp8_case import Fp8Case
 from tests.support.matrix import decode, prefill
 from tests.support.mla_case import MlaCase
 from tests.support.right import assert_solved
@@ -46,7 +45,7 @@ MORE = tuple(Schedule("adversarial", seed) for seed in (3, 4, 5))  # for those t
 LAGGING = Schedule("lagging", 12)  # the producer of the second CTA of a pair
 
 
-AnyCase = BatchCase | Fp8Case | MlaCase
+AnyCase = BatchCase | MlaCase
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,7 @@ class Problems:
 BF16 = {"dtype": "bfloat16"}
 dense = functools.partial(ragged, **heads(1, 1))
 gathered = functools.partial(paged, page_size=3, **heads(1, 1))
-
-
-def fp8(qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], mask: str = "none", **more: Any) -> Fp8Case:
-    return Fp8Case(qo_lens, kv_lens, (1, 1), scales="signed", causal=mask == "causal", seed=2, **more)
+fp8 = functools.partial(fp8_case.fp8, heads=(1, 1), **fp8_case.SIGNED, seed=2)
 
 
 def on_hopper(make: Callable[..., AnyCase], **more: Any) -> Problems:

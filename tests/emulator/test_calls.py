@@ -29,8 +29,7 @@ from tests.support.batch_case import (
 )
 from tests.support.dense_attention import assert_near, attention, random
 from tests.support.engine_case import workspace
-from tests.support.engine_graphs import LAYERS, CapturedLayers
-from tests.support.graphs import Captured, emulated_graph
+from tests.support.graphs import LAYERS, Captured, CapturedLayers, emulated_graph
 from tests.support.right import assert_right, families
 
 pytestmark = pytest.mark.emulator

@@ -12,7 +12,8 @@ import torch
 
 from cute_attn import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.emulator import using
-from tests.support.engine_case import E4M3, Batch, Pair, Tokens, ends, ints, workspace
+from tests.support.engine_case import E4M3, Batch, Tokens, workspace
+from tests.support.paged_cache import Pair, ends, ints
 
 pytestmark = pytest.mark.emulator
 
@@ -69,7 +70,7 @@ def run(case: Case, tokens: Tokens, chunks: tuple[Chunk, ...]) -> dict[Chunk, Pa
     """Returns out and lse of each chunk."""
     batch, first = tokens.batch, tokens.qo_indptr.tolist()
     queries = [tokens.q[first[request] + begin : first[request] + end] for request, begin, end in chunks]
-    pages = [tokens.pages[request][: -(-end // batch.page_size)] for request, _, end in chunks]
+    pages = [tokens.pages.of_requests[request][: -(-end // batch.page_size)] for request, _, end in chunks]
     sizes = [len(x) for x in queries]
     wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace("cpu", 4), "HND", backend="emulator")
     wrapper.plan(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -12,11 +10,11 @@ from cute_attn import single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule, narrow_sums, using
 from cute_attn.emulator.isa import mma
 from cute_attn.emulator.warp_batch import WarpBatch
-from tests.support import fp8_case
-from tests.support.batch_case import heads, ragged
+from tests.support.batch_case import E5M2, BatchCase, features, heads, ragged
 from tests.support.cover import needed
-from tests.support.fp8_case import CUT, E4M3, LONG, SMALL, VARIED, Fp8Case
-from tests.support.persistent_emulated import CUDA, name
+from tests.support.fp8_case import CUT, LONG, SIGNED, SMALL, VARIED, fp8, single
+from tests.support.matrix import CAUSAL
+from tests.support.persistent_emulated import name
 from tests.support.right import emulate, families
 from tests.support.schedules import ALL_SCHEDULES, in_turn
 
@@ -24,20 +22,20 @@ pytestmark = pytest.mark.emulator
 
 ARCH = "sm_120a"
 # Decode tiles, whose warps merge; a key far above all others in every tile of a row
-DECODE: tuple[Fp8Case, ...] = (
-    Fp8Case((1,) * 4, (300, 20, 64, 129), (8, 2), 16, scales="signed"),
-    Fp8Case((1, 1, 0), (130, 70, 9), (4, 1), head_dim=64, dtype=fp8_case.E5M2, sinks=True),
-    Fp8Case((3,), (200,), (2, 1), single=True, head_dim=256, causal=True, o_dtype=torch.float32),
-    Fp8Case((70,), (400,), (4, 4), spike=100.0, causal=True, sm_scale=1.0),
+DECODE: tuple[BatchCase, ...] = (
+    fp8((1,) * 4, (300, 20, 64, 129), (8, 2), 16, **SIGNED),
+    fp8((1, 1, 0), (130, 70, 9), (4, 1), head_dim=64, dtype=E5M2, sinks=True),
+    single(3, 200, (2, 1), head_dim=256, **CAUSAL, o_dtype="float32"),
+    fp8((70,), (400,), (4, 4), spike=100.0, **CAUSAL, sm_scale=1.0),
 )
 
 
 @pytest.mark.parametrize(
     ("case", "schedule"),
-    in_turn(needed((*DECODE, *SMALL, *VARIED), functools.partial(Fp8Case.features, device=CUDA), (*LONG, *CUT))),
+    in_turn(needed((*DECODE, *SMALL, *VARIED), features, (*LONG, *CUT))),
     ids=name,
 )
-def test_fp8(case: Fp8Case, schedule: Schedule) -> None:
+def test_fp8(case: BatchCase, schedule: Schedule) -> None:
     """ "auto" takes fa2, and its products are those of 8 bits."""
     emulation = emulate(case, ARCH, schedule=schedule, sms=3)
     assert families(emulation) in (["fa2"], ["fa2", "combine"])
@@ -47,13 +45,13 @@ def test_fp8(case: Fp8Case, schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize(("case", "schedule"), in_turn(CUT), ids=name)
-def test_cut_keys(case: Fp8Case, schedule: Schedule) -> None:
+def test_cut_keys(case: BatchCase, schedule: Schedule) -> None:
     """Partial outputs hold the scale of their head; their merge applies what is left."""
     assert families(emulate(case, ARCH, schedule=schedule, sms=16)) == ["fa2", "combine"]
 
 
 @pytest.mark.parametrize("case", LONG, ids=name)
-def test_many_tiles(case: Fp8Case) -> None:
+def test_many_tiles(case: BatchCase) -> None:
     assert families(emulate(case, ARCH, sms=1))[0] == "fa2"
 
 
@@ -86,8 +84,8 @@ def test_multi_item(schedule: Schedule) -> None:
 def test_hidden_and_misaligned_keys(schedule: Schedule) -> None:
     """Hidden keys of K may be NaN; rows of k and v may start at multiples of 8 bytes."""
     generator = torch.Generator().manual_seed(4)
-    q = torch.randn(70, 2, 64, generator=generator).to(E4M3)
-    k, v = (torch.randn(200, 2, 72, generator=generator).to(E4M3)[..., :64] for _ in range(2))
+    q = torch.randn(70, 2, 64, generator=generator).to(torch.float8_e4m3fn)
+    k, v = (torch.randn(200, 2, 72, generator=generator).to(torch.float8_e4m3fn)[..., :64] for _ in range(2))
     expected = single_prefill_with_kv_cache(q, k, v, causal=True, window_left=50, backend="reference")
     k[:79] = torch.nan  # the first row sees the keys from 80 on
     with using(ARCH, schedule=schedule, sms=3) as emulation:

@@ -30,7 +30,7 @@ from perf.tiles import Trial, bind, force
 from perf.workloads import one_request
 from tests.support.batch_case import E4M3, BatchCase, dims, features, heads, paged, ragged
 from tests.support.matrix import BF16, CAUSAL, HND, prefill
-from tests.support.persistent_emulated import CUDA, FA3, assert_cut, name, solve_on
+from tests.support.persistent_emulated import FA3, assert_cut, name, solve_on
 from tests.support.schedules import ALL_SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
@@ -133,7 +133,7 @@ def test_groups_of_any_size_share_tiles(of: str, schedule: Schedule) -> None:
     batch: BatchCase = GROUPS[of]
     solve_on(FA3, batch, schedule, sms=3)
     group = batch.num_qo_heads // batch.num_kv_heads
-    assert FAMILY.heads_per_tile(features(batch, CUDA), 47, HopperTile(128, 64, 2, 1)) == group
+    assert FAMILY.heads_per_tile(features(batch), 47, HopperTile(128, 64, 2, 1)) == group
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
@@ -172,7 +172,7 @@ def test_rows_of_whole_tokens() -> None:
 def test_a_group_that_does_not_divide_the_rows_shares_tiles_where_it_has_fewer(
     group: tuple[int, int], qo_len: int, expected: int
 ) -> None:
-    of = features(ragged((1,), (1,), **heads(*group), **dims(128)), CUDA)
+    of = features(ragged((1,), (1,), **heads(*group), **dims(128)))
     assert FAMILY.heads_per_tile(of, qo_len, HopperTile(128, 64, 2, 1)) == expected
 
 

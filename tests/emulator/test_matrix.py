@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -13,7 +12,6 @@ from tests.support.batch_case import BatchCase
 from tests.support.cover import needed
 from tests.support.executors import PARAMS, Executor
 from tests.support.matrix import SMALL
-from tests.support.persistent_emulated import CUDA
 from tests.support.right import assert_solved, emulate
 
 
@@ -25,8 +23,7 @@ def differs_on_ampere(problem: BatchCase) -> bool:
     return problem.kv_dtype is not None or problem.head_dim_qk > 256 or rows > 64
 
 
-FEATURES = functools.partial(batch_case.features, device=CUDA)
-EMULATED, BATCHES = needed(SMALL, FEATURES), needed(batch_case.SMALL, FEATURES)
+EMULATED, BATCHES = needed(SMALL, batch_case.features), needed(batch_case.SMALL, batch_case.features)
 CASES = [
     pytest.param(problem, *param.values, id=f"{param.id}-{problem.id}", marks=param.marks)
     for param in PARAMS
@@ -50,9 +47,9 @@ def test_batch(batch: BatchCase) -> None:
 # --- what `needed` leaves of a matrix --------------------------------------------------------------------------------
 
 MATRICES = {
-    "requests": (SMALL, FEATURES),
-    "batches": (batch_case.SMALL, FEATURES),
-    "fp8": (fp8_case.SMALL, functools.partial(fp8_case.Fp8Case.features, device=CUDA)),
+    "requests": (SMALL, batch_case.features),
+    "batches": (batch_case.SMALL, batch_case.features),
+    "fp8": (fp8_case.SMALL, batch_case.features),
 }
 
 

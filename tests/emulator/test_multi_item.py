@@ -13,10 +13,10 @@ from cute_attn import BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
 from tests.support import multi_item
-from tests.support.batch_case import E4M3, BatchCase, dims, features, heads, paged, ragged, random_lengths
+from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged, random_lengths
 from tests.support.graphs import graph_wrapper
 from tests.support.matrix import BF16
-from tests.support.persistent_emulated import CUDA, TARGETS, Target, name
+from tests.support.persistent_emulated import TARGETS, Target, name
 from tests.support.right import assert_planned_right, emulate, executed, families
 from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, in_turn, way_of_keys
 
@@ -45,7 +45,7 @@ PRODUCTS = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
 PERSISTENT = [
     (target, case, schedule)
     for target in TARGETS
-    for case, schedule in in_turn([case for case in GAPS if target.takes(features(case, CUDA))], structure=way_of_keys)
+    for case, schedule in in_turn([case for case in GAPS if target.takes(case)], structure=way_of_keys)
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ from cute_attn import (
 from cute_attn.emulator import Schedule, using
 from cute_attn.kernels.host.persistent import family as persistent_family
 from cute_attn.kernels.host.prepared import prepared
-from cute_attn.problem import Features
 from cute_attn.schedule import batch as batch_schedule
 from tests.support import batch_case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged, random_batch_case
@@ -29,7 +27,6 @@ from tests.support.cover import needed
 from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill, random_case
 from tests.support.persistent_emulated import (
     BATCHES,
-    CUDA,
     GATHERED,
     LONG,
     TARGETS,
@@ -46,20 +43,17 @@ pytestmark = pytest.mark.emulator
 KERNELS = (("fa2", "sm_90a"), *((target.kernels, target.arch) for target in TARGETS))
 
 
-def dealt(
-    problems: Sequence[Any], long: Sequence[Any], features: Callable[[Any], Features]
-) -> list[tuple[Target, Any, Schedule]]:
+def dealt(problems: Sequence[BatchCase], long: Sequence[BatchCase]) -> list[tuple[Target, BatchCase, Schedule]]:
     """What each target needs of the problems that it takes, besides long ones, which run on all targets."""
     found = []
     for target in TARGETS:
-        taken, others = ([x for x in all_ if target.takes(features(x))] for all_ in (problems, long))
-        turns = in_turn(needed(taken, features, others), target.schedules, structure)
+        taken, others = ([x for x in all_ if target.takes(x)] for all_ in (problems, long))
+        turns = in_turn(needed(taken, batch_case.features, others), target.schedules, structure)
         found += [(target, problem, schedule) for problem, schedule in turns]
     return found
 
 
-FEATURES = functools.partial(batch_case.features, device=CUDA)
-SINGLE, BATCH = dealt(SMALL, LONG, FEATURES), dealt(batch_case.SMALL, (*BATCHES, *GATHERED), FEATURES)
+SINGLE, BATCH = dealt(SMALL, LONG), dealt(batch_case.SMALL, (*BATCHES, *GATHERED))
 
 
 SCHEDULED = {(target, structure(problem)) for target, problem, _ in (*SINGLE, *BATCH)}
@@ -325,7 +319,7 @@ def test_as_right_as_fa2(target: Target, draw: Callable[..., BatchCase]) -> None
     """On the same inputs: a short random problem that both take, as `tests/gpu/test_matrices.py` has many."""
     fa2 = Target("fa2", target.arch, (), "")
     drawn = (x for x in (draw(seed, 150) for seed in itertools.count()) if "decode" not in x.kind and x.rows >= 20)
-    problem = next(x for x in drawn if all(k.takes(FEATURES(x)) for k in (fa2, target)))
+    problem = next(x for x in drawn if all(k.takes(x) for k in (fa2, target)))
     for backend in ("fa2", target.kernels):
         with using(target.arch, kernels=backend, sms=2) as emulation:
             Solver(problem, backend="emulator").assert_right()

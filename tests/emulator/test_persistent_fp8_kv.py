@@ -11,40 +11,40 @@ import torch
 
 from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule, using
-from tests.support import batch_case, fp8_kv_cases
+from tests.support import batch_case
 from tests.support.batch_case import BatchCase
 from tests.support.case import LOG2E
 from tests.support.cover import needed
 from tests.support.matrix import SMALL
-from tests.support.persistent_emulated import BATCHES, GATHERED, LONG, Target, name, solve_on
+from tests.support.persistent_emulated import BATCHES, GATHERED, LONG, OF_8_BITS, Target, name, of_8_bits, solve_on
 from tests.support.schedules import ALL_SCHEDULES, in_turn, way_of_keys
 
 pytestmark = pytest.mark.emulator
 
-LONG_SINGLES = needed(fp8_kv_cases.of_8_bits(LONG))
-LONG_BATCHES = needed(fp8_kv_cases.of_8_bits([*BATCHES, *GATHERED]))
+LONG_SINGLES = needed(of_8_bits(LONG))
+LONG_BATCHES = needed(of_8_bits([*BATCHES, *GATHERED]))
 FIRST = {way_of_keys(batch): batch for batch in reversed(LONG_BATCHES)}.values()
 
 
 def dealt(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
     """Problems for each target in turn. What they differ in 16-bit keys have on all targets."""
-    targets = itertools.cycle(fp8_kv_cases.TARGETS)
+    targets = itertools.cycle(OF_8_BITS)
     return [(next(targets), problem, schedule) for problem, schedule in in_turn(problems)]
 
 
 def on_all(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
     """Problems on every target, which has tiles and staging of its own for 8-bit keys."""
     turns = in_turn(problems)
-    return [(target, problem, schedule) for target in fp8_kv_cases.TARGETS for problem, schedule in turns]
+    return [(target, problem, schedule) for target in OF_8_BITS for problem, schedule in turns]
 
 
-@pytest.fixture(params=fp8_kv_cases.TARGETS, ids=name)
+@pytest.fixture(params=OF_8_BITS, ids=name)
 def target(request: pytest.FixtureRequest) -> Target:
     return request.param
 
 
 @pytest.mark.parametrize(
-    ("target", "problem", "schedule"), dealt(needed(fp8_kv_cases.of_8_bits(SMALL), besides=LONG_SINGLES)), ids=name
+    ("target", "problem", "schedule"), dealt(needed(of_8_bits(SMALL), besides=LONG_SINGLES)), ids=name
 )
 def test_single(target: Target, problem: BatchCase, schedule: Schedule) -> None:
     solve_on(target, problem, schedule)
@@ -52,7 +52,7 @@ def test_single(target: Target, problem: BatchCase, schedule: Schedule) -> None:
 
 @pytest.mark.parametrize(
     ("target", "batch", "schedule"),
-    dealt(needed(fp8_kv_cases.of_8_bits(batch_case.SMALL), besides=LONG_BATCHES)),
+    dealt(needed(of_8_bits(batch_case.SMALL), besides=LONG_BATCHES)),
     ids=name,
 )
 def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
@@ -68,7 +68,7 @@ def test_long(target: Target, problem: BatchCase, schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("target", "batch", "schedule"),
     [
-        *itertools.product(fp8_kv_cases.TARGETS, FIRST, ALL_SCHEDULES),
+        *itertools.product(OF_8_BITS, FIRST, ALL_SCHEDULES),
         *on_all([batch for batch in LONG_BATCHES if batch not in FIRST]),
     ],
     ids=name,

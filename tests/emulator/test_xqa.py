@@ -20,7 +20,6 @@ from cute_attn.kernels.xqa.host.family import DecodeRun
 from cute_attn.problem import DecodeProblem
 from cute_attn.request.decode import COUNTER_BYTES
 from cute_attn.xqa import xqa
-from tests.support.low_level import low_level
 from tests.support.schedules import KINDS, all_alike, in_turn
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 from tests.support.xqa_producer import Producer
@@ -195,7 +194,7 @@ def test_waits_for_the_launch_before(kv: str, monkeypatch: pytest.MonkeyPatch) -
 def test_the_low_level_form(head_dim: int) -> None:
     """Counters and partial results in a buffer each, and a window that counts the row's own key."""
     built = build(XqaCase((900, 7), kv="e4m3", heads=(2, 1), head_dim=head_dim, window_left=700))
-    given = low_level(built, 1 << 16, num_kv_heads=1, sliding_win_size=701, backend="emulator")
+    given = built.low_level(1 << 16, num_kv_heads=1, sliding_win_size=701, backend="emulator")
     given["workspace_buffer"].fill_(math.nan)
     with emulator.using("sm_90a", sms=3) as emulation:
         xqa(**given)
@@ -210,7 +209,7 @@ def test_the_low_level_form(head_dim: int) -> None:
 def test_the_low_level_form_with_buffers_that_are_too_small(words: int) -> None:
     """It uses memory of its own, and leaves its counters at zero (the emulator looks)."""
     built = build(XqaCase((900, 7), kv="e4m3", heads=(2, 1), head_dim=512))
-    given = low_level(built, words, num_kv_heads=1, backend="emulator")
+    given = built.low_level(words, num_kv_heads=1, backend="emulator")
     for _ in range(2):
         given["output"].zero_()
         with emulator.using("sm_90a", sms=3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -22,13 +21,13 @@ from tests.support.matrix import SMALL as MATRIX
 from tests.support.matrix import decode as request
 from tests.support.right import Solver, assert_planned_right, emulate, emulate_call
 from tests.support.schedules import KINDS, in_turn
-from tests.support.xqa_batches import CUDA, GRAPHED, SMALL, is_taken, random_batches
+from tests.support.xqa_batches import GRAPHED, SMALL, is_taken, random_batches
 from tests.support.xqa_rules import NO_CLUSTERS, move_steps
 
 pytestmark = pytest.mark.emulator
 
 DECODE_CALLS = {name: call for name, call in zip(IDS, CALLS, strict=True) if "decode" in call[0]}
-BATCHES = needed(SMALL, functools.partial(batch_case.features, device=CUDA))
+BATCHES = needed(SMALL, batch_case.features)
 SINGLE = [problem for problem in MATRIX if problem.kind == "single_decode" and is_taken(problem)]
 SINGLE += [request(150, (4, 1), dim, storage="padded") for dim in (512, 32)]
 SINGLE += [

@@ -21,11 +21,11 @@ import torch
 from cute_attn import single_prefill_with_kv_cache, xqa_batch_decode_with_kv_cache
 from cute_attn.kernels.xqa.spec import XqaSpec
 from perf import rings
-from tests.support import batch_case, fp8_case, xqa_case
-from tests.support.batch_case import E4M3, decode, dims, heads, paged, ragged
-from tests.support.fp8_case import Fp8Case
-from tests.support.matrix import BF16, CAUSAL, PACKED, prefill
-from tests.support.right import AnyCase, Solver, assert_right
+from tests.support import batch_case, xqa_case
+from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads, paged, ragged
+from tests.support.fp8_case import PLAIN, SIGNED, fp8, single
+from tests.support.matrix import ALIBI, BF16, CAUSAL, CUSTOM, PACKED, prefill
+from tests.support.right import Solver, assert_right
 from tests.support.xqa_case import XqaCase
 
 Solve = Callable[[], None]  # raises AssertionError with what is wrong
@@ -41,11 +41,8 @@ SIZED = {
 }
 
 
-def solve(problem: AnyCase, backend: str) -> None:
+def solve(problem: BatchCase, backend: str) -> None:
     """Solve a problem on the GPU, and compare on the CPU."""
-    if isinstance(problem, Fp8Case):
-        found = fp8_case.call(problem, fp8_case.make(problem, "cuda"), backend)
-        return fp8_case.check(problem, fp8_case.make(problem, "cpu"), *(x.cpu() for x in found))
     out, lse = Solver(problem, "cuda", backend=backend).call()
     assert_right(problem, batch_case.make(problem), out.cpu(), None if lse is None else lse.cpu())
 
@@ -77,27 +74,27 @@ def leaping(head_dim: int, dtype: torch.dtype, qo_len: int, num_heads: int, back
 def for_every_gpu() -> dict[str, Solve]:
     """Problems of fa2 and xqa, by name. Rings turn over in all of them."""
     d128, bf16 = dims(128), "bfloat16"
-    fp8: dict[str, Any] = {"kv_dtype": E4M3, "dtype": bf16}
+    keys_of_8_bits: dict[str, Any] = {"kv_dtype": E4M3, "dtype": bf16}
     window: dict[str, Any] = {"window_left": 127, "sinks": True, **dims(64)}
     many = (20000, *[5] * 40)  # more segments than clusters take: shares of single CTAs
-    planned: dict[str, AnyCase] = {
+    planned: dict[str, BatchCase] = {
         "fa2 single": prefill(130, 300, (2, 1), 128, **CAUSAL),
         "fa2 d512": prefill(130, 300, (2, 1), 512, **CAUSAL),
-        "fa2 d512 pages": decode((700, 33, 0, 64), **fp8, **heads(8, 1), **dims(512)),
+        "fa2 d512 pages": decode((700, 33, 0, 64), **keys_of_8_bits, **heads(8, 1), **dims(512)),
         "fa2 d72": prefill(130, 300, (2, 1), 72, **CAUSAL),
         "xqa bf16": decode((700, 33, 0, 64), dtype=bf16, **heads(8, 2), **d128),
         "xqa bf16 split": decode(many, dtype=bf16, **heads(8, 2), **d128),
-        "xqa fp8": decode((700, 33, 0, 64), **fp8, **heads(8, 2), **d128),
-        "xqa fp8 split": decode(many, **fp8, **heads(8, 2), **d128),
+        "xqa fp8": decode((700, 33, 0, 64), **keys_of_8_bits, **heads(8, 2), **d128),
+        "xqa fp8 split": decode(many, **keys_of_8_bits, **heads(8, 2), **d128),
         "xqa nvfp4": decode((700, 33, 0), kv_dtype="nvfp4", kv_layout="HND", **heads(8, 2), **d128),
         "xqa bf16 one": decode((1900,), dtype=bf16, **heads(32, 8), **d128),
         "xqa bf16 one long": decode((20000,), dtype=bf16, **heads(8, 2), **d128),
-        "xqa fp8 one": decode((1900,), **fp8, **heads(32, 8), **d128),
-        "xqa fp8 one long": decode((20000,), **fp8, **heads(8, 2), **d128),
-        "xqa fp8 even": decode((70,) * 256, **fp8, **heads(8, 8), **d128),
+        "xqa fp8 one": decode((1900,), **keys_of_8_bits, **heads(32, 8), **d128),
+        "xqa fp8 one long": decode((20000,), **keys_of_8_bits, **heads(8, 2), **d128),
+        "xqa fp8 even": decode((70,) * 256, **keys_of_8_bits, **heads(8, 8), **d128),
         "xqa bf16 windows": decode((700, 5, 0), dtype=bf16, **heads(16, 2), **window),
-        "xqa fp8 windows": decode((700, 5, 0), **fp8, **heads(16, 2), **window),
-        "xqa fp8 windows heads": decode((700, 5, 0, 133) * 12, **fp8, **heads(32, 4), **window),
+        "xqa fp8 windows": decode((700, 5, 0), **keys_of_8_bits, **heads(16, 2), **window),
+        "xqa fp8 windows heads": decode((700, 5, 0, 133) * 12, **keys_of_8_bits, **heads(32, 4), **window),
     }
     wide = XqaCase((300, 0, 77), kv="e4m3", heads=(64, 8), page_size=64, sinks=True)
     tree = XqaCase((300, 40, 9000), kv="e4m3", q_len=4, mask=True, window_left=200, out="e4m3")
@@ -114,7 +111,7 @@ def persistent(backend: str) -> dict[str, Solve]:
     """
     d128, bf16 = dims(128), "bfloat16"
     mixed = (150, 0, 37, 1), (500, 20, 64, 0)
-    found: dict[str, AnyCase] = {
+    found: dict[str, BatchCase] = {
         "d80 causal": prefill(400, 700, (2, 1), 80, **CAUSAL),
         "d64 causal": prefill(400, 700, (2, 1), 64, **CAUSAL),
         "d64 full tiles": prefill(700, 300, (36, 9), 64, **BF16),
@@ -135,18 +132,18 @@ def persistent(backend: str) -> dict[str, Solve]:
         for name, kv_dtype in (("", {}), ("fp8 ", {"kv_dtype": E4M3})):
             problem = paged(*mixed, size, mask="causal", dtype=bf16, **kv_dtype, **heads(36, 9), **d128)
             found[f"{name}pages {size}"] = problem
-    for fp8 in (
-        Fp8Case((500,), (600,), (36, 9), single=True, causal=True, scales="signed"),
-        Fp8Case((70,), (400,), single=True, spike=28.0, scales="none"),
-        Fp8Case((70, 0, 37, 1), (300, 20, 64, 0), causal=True),
-        Fp8Case((150, 0, 3, 1), (300, 20, 64, 0), (4, 1), 16, causal=True),
-        Fp8Case((70,), (400,), page_size=64, window_left=90),
-        Fp8Case((5,), (9000,), page_size=16, causal=True),
-        Fp8Case((70, 200), (300, 900), causal=True, head_dim=64),
-        Fp8Case((150,), (1700,), (2, 2), page_size=16, head_dim=256),
-        Fp8Case((70,), (1700,), single=True, scales="none", custom_mask=True, soft_cap=5.0, alibi=True),
+    for case in (
+        single(500, 600, (36, 9), **CAUSAL, **SIGNED),
+        single(70, 400, spike=28.0, **PLAIN),
+        fp8((70, 0, 37, 1), (300, 20, 64, 0), **CAUSAL),
+        fp8((150, 0, 3, 1), (300, 20, 64, 0), (4, 1), 16, **CAUSAL),
+        fp8((70,), (400,), page_size=64, window_left=90),
+        fp8((5,), (9000,), page_size=16, **CAUSAL),
+        fp8((70, 200), (300, 900), **CAUSAL, head_dim=64),
+        fp8((150,), (1700,), (2, 2), page_size=16, head_dim=256),
+        single(70, 1700, **PLAIN, **CUSTOM, logits_soft_cap=5.0, **ALIBI),
     ):
-        found[f"fp8 {fp8.id}"] = fp8
+        found[f"fp8 {case.id}"] = case
     leaps = {"leap 64": (64, torch.float16, 100, 2), "leap 128": (128, torch.bfloat16, 100, 2)}
     leaps |= {"leap 256": (256, torch.float16, 100, 2), "leap 128 tiles": (128, torch.float16, 500, 36)}
     solves = {f"{backend} {name}": functools.partial(solve, problem, backend) for name, problem in found.items()}

@@ -22,8 +22,7 @@ from tests.support.batch_case import (
     ragged,
     wrapper,
 )
-from tests.support.engine_graphs import CapturedLayers
-from tests.support.graphs import cuda_graph, graph_wrapper, smaller
+from tests.support.graphs import CapturedLayers, cuda_graph, graph_wrapper, smaller
 from tests.support.right import assert_right
 
 pytestmark = marks.SM80

@@ -16,24 +16,23 @@ import pytest
 import torch
 
 from cute_attn import NotSupported
-from cute_attn.dispatch import capabilities, select
+from cute_attn.dispatch import capabilities
 from cute_attn.errors import Refusal
 from cute_attn.runtime import arch as archs
 from tests.gpu import marks
 from tests.gpu.guarded import assert_outputs_alone_are_written
-from tests.support import batch_case, fp8_case, fp8_kv_cases, matrix, narrow_outputs, transformed_kv, xqa_batches
+from tests.support import batch_case, fp8_case, matrix, narrow_outputs, persistent_emulated, xqa_batches
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads, paged, ragged, random_batch_case
-from tests.support.fp8_case import Fp8Case
 from tests.support.graphs import assert_plans_in_a_row_do_not_race, assert_replays
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import BF16, FULL
-from tests.support.persistent_emulated import BATCHES, CUDA, FA3, GATHERED, LONG
-from tests.support.right import Solver, assert_solved_again
+from tests.support.persistent_emulated import BATCHES, FA3, GATHERED, LONG, of_8_bits
+from tests.support.right import Solver, assert_solved, assert_solved_again
 
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_BATCHES", "400"))
 CHUNK = 20  # random problems of one test
 BACKENDS = ("fa2", "fa3", "fa4", "auto")
-CHANGES = {"nvfp4": transformed_kv.NVFP4, "rope": transformed_kv.ROPE}  # what fa3's transform warps do
+CHANGES = {"nvfp4": persistent_emulated.NVFP4, "rope": persistent_emulated.ROPE}  # what fa3's transform warps do
 ITEMS: dict[str, Any] = {"mask": "items"}
 
 
@@ -44,10 +43,9 @@ def params(rows: Iterable[tuple[str, Any]]) -> list[Any]:
 
 def refusals(problem: BatchCase, backend: str) -> list[Refusal]:
     """The reasons of the table against a problem here; of "auto" only where no backend is left."""
-    features = batch_case.features(problem, CUDA)
     arch = archs.for_device(torch.cuda.current_device())
     names = [name for name in marks.OF if name != "auto"] if backend == "auto" else [backend]
-    found = [select.reasons_against(capabilities.BY_NAME[name], features, arch) for name in names]
+    found = [batch_case.refusals(problem, name, arch) for name in names]
     return [reason for reasons in found for reason in reasons] if all(found) else []
 
 
@@ -108,9 +106,9 @@ LARGE_PREFILL = (  # keys of 8 bits, NVFP4 keys, rotated keys
 SINGLE_DECODE = [x for x in (*matrix.SMALL, *FULL) if x.kind == "single_decode" and xqa_batches.is_taken(x)]
 PERSISTENT = *FULL, *LONG, *batch_case.SMALL, *BATCHES, *GATHERED
 PREPARED_KEYS: tuple[BatchCase, ...] = (
-    *(*fp8_kv_cases.of_8_bits(matrix.SMALL), *fp8_kv_cases.of_8_bits(FULL[::4])),
-    *fp8_kv_cases.of_8_bits((*batch_case.SMALL, *LARGE_PREFILL)),
-    *(*transformed_kv.NVFP4_BATCHES, *transformed_kv.ROPE_BATCHES),
+    *(*of_8_bits(matrix.SMALL), *of_8_bits(FULL[::4])),
+    *of_8_bits((*batch_case.SMALL, *LARGE_PREFILL)),
+    *(*persistent_emulated.NVFP4_BATCHES, *persistent_emulated.ROPE_BATCHES),
     *(dataclasses.replace(batch, **change) for change in CHANGES.values() for batch in LARGE_PREFILL),
 )
 MATRICES: dict[str, tuple[BatchCase, ...]] = {
@@ -143,7 +141,7 @@ def plain(first: int) -> Iterator[BatchCase]:
 
 def prepared(first: int, change: dict[str, Any]) -> Iterator[BatchCase]:
     changed = (dataclasses.replace(x, **change) for x in plain(first))
-    return (x for x in changed if FA3.takes(batch_case.features(x, CUDA)))
+    return (x for x in changed if FA3.takes(x))
 
 
 def items(first: int, **changes: Any) -> Iterator[BatchCase]:
@@ -157,7 +155,7 @@ DRAWS: dict[str, Callable[[int], Iterable[BatchCase]]] = {  # by the first of a 
     "single": lambda first: map(matrix.random_case, range(first, first + CHUNK)),
     "batch": batches,
     "decode": lambda first: itertools.islice(xqa_batches.random_batches(first, 3000, 12), CHUNK),
-    "8 bits": lambda first: fp8_kv_cases.of_8_bits(dataclasses.replace(x, kv_dtype=None) for x in batches(first)),
+    "8 bits": lambda first: of_8_bits(dataclasses.replace(x, kv_dtype=None) for x in batches(first)),
     **{name: functools.partial(prepared, change=change) for name, change in CHANGES.items()},
     "items": items,
     "items alone": functools.partial(items, pos_encoding_mode="NONE"),
@@ -189,11 +187,11 @@ FP8 = (*fp8_case.SMALL, *fp8_case.VARIED, *fp8_case.CUT, *fp8_case.LONG, *fp8_ca
 
 
 @pytest.mark.parametrize(("backend", "case"), params(itertools.product(("fa2", "fa3", "fa4"), FP8)))
-def test_fp8(backend: str, case: Fp8Case) -> None:
+def test_fp8(backend: str, case: BatchCase) -> None:
     """Every element is within what the rounding of probabilities explains."""
-    if refusals(case.batch, backend):
+    if refusals(case, backend):
         pytest.skip(f"{backend} does not run this here")
-    fp8_case.solve(case, backend, "cuda")
+    assert_solved(case, "cuda", backend=backend)
 
 
 @pytest.mark.parametrize(("backend", "problem"), params(("fa3", problem) for problem in narrow_outputs.PROBLEMS))

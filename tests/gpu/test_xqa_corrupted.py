@@ -16,9 +16,9 @@ from cute_attn import (
 )
 from tests.gpu import marks
 from tests.support import decode_refusals
-from tests.support.batch_case import check, paged
+from tests.support.batch_case import paged
 from tests.support.graphs import cuda_graph, without_synchronising
-from tests.support.low_level import low_level
+from tests.support.right import assert_right
 from tests.support.trtllm_prefill import context_arguments
 from tests.support.xqa_case import Built, XqaCase, build
 
@@ -53,7 +53,7 @@ def test_without_validation_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> 
 def test_semaphores_of_any_size_on_several_streams(words: int) -> None:
     """Calls on four streams at once, whose buffers may be too small to be used."""
     built = build(CASE, "cuda")
-    calls = [low_level(built, words) for _ in range(4)]
+    calls = [built.low_level(words) for _ in range(4)]
     for given in calls:
         xqa(**given)
     torch.cuda.synchronize()
@@ -75,7 +75,7 @@ def test_small_semaphores_in_graphs_on_several_streams() -> None:
     built = build(CASE, "cuda")
     captured = []
     for _ in range(3):
-        given = low_level(built, 3)
+        given = built.low_level(3)
         xqa(**given)
         _, replay = cuda_graph(lambda given=given: [xqa(**given) for _ in range(3)])
         given["output"].zero_()
@@ -143,12 +143,12 @@ def test_values_in_pages_of_their_own() -> None:
 def test_a_context_call_cannot_be_captured() -> None:
     case = paged((30, 7), (64, 90), mask="causal", return_lse=True)
     inputs, arguments = context_arguments(case, "cuda")
-    assert check(case, inputs, *trtllm_batch_context_with_kv_cache(**arguments)).ok
+    assert_right(case, inputs, *trtllm_batch_context_with_kv_cache(**arguments))
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         arguments["seq_lens"].add_(0)
         with pytest.raises(NotSupported, match=r"cum_seq_lens_q=.*on the device"):
             trtllm_batch_context_with_kv_cache(**arguments)
-    assert check(case, inputs, *trtllm_batch_context_with_kv_cache(**arguments)).ok
+    assert_right(case, inputs, *trtllm_batch_context_with_kv_cache(**arguments))
 
 
 def test_context_calls_on_two_streams() -> None:
@@ -164,7 +164,7 @@ def test_context_calls_on_two_streams() -> None:
             results.append(trtllm_batch_context_with_kv_cache(**arguments | {"workspace_buffer": workspace}))
     torch.cuda.synchronize()
     for out, lse in results:
-        assert check(case, inputs, out, lse).ok
+        assert_right(case, inputs, out, lse)
 
 
 def test_lengths_on_the_host_cost_no_synchronisation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,4 +175,4 @@ def test_lengths_on_the_host_cost_no_synchronisation(monkeypatch: pytest.MonkeyP
     trtllm_batch_context_with_kv_cache(**arguments)
     with without_synchronising():
         result = trtllm_batch_context_with_kv_cache(**arguments)
-    assert check(case, inputs, *result).ok
+    assert_right(case, inputs, *result)

@@ -152,7 +152,7 @@ def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) 
     for kv_lens in ([37, 5, 1], [2, 90, 1]):
         server = Server(1, kv_lens, device)
         begin(server, attention, kinds=[kind])
-        assert indices[: sum(kv_lens)].tolist() == torch.cat(server.tokens.slots).tolist()
+        assert indices[: sum(kv_lens)].tolist() == torch.cat(server.tokens.pages.slots).tolist()
         out = torch.empty_like(server.q)
         attention.run(Operands(kind, server.q, server.cache, out, sinks=sinks))
         server.check(out, kind, sinks=sinks)

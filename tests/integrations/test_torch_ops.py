@@ -19,8 +19,8 @@ import cute_attn
 from cute_attn.ops import register, trace
 from cute_attn.ops.declare import DECLARED
 from tests.support import torch_ops
-from tests.support.engine_case import ends
 from tests.support.executors import GPU_MARKS, needs_gpu
+from tests.support.paged_cache import ends
 from tests.support.torch_ops import CASES, Call, assert_same, fresh_dynamo
 
 __all__ = ["fresh_dynamo"]  # a fixture

@@ -16,10 +16,11 @@ from cute_attn.integrations.vllm import latent, support
 from cute_attn.integrations.vllm.latent import LatentDecodes, LatentPrefills
 from cute_attn.integrations.vllm.metadata import split_decodes
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
-from tests.support.engine_case import Batch, Graph, Tokens, ends, merge, workspace
+from tests.support.engine_case import Batch, Graph, Tokens, merge, workspace
 from tests.support.executors import DEVICES, needs_gpu
 from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase, newest
 from tests.support.noted import noted
+from tests.support.paged_cache import ends
 
 ENTRIES = [*DEVICES, pytest.param("emulator", marks=pytest.mark.emulator)]
 SCALED = 0.5  # of e4m3 caches

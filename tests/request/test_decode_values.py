@@ -14,7 +14,6 @@ from cute_attn.xqa import xqa
 from perf.pretended_gpu import NullDriver
 from tests.support import decode_refusals
 from tests.support.launch_corpus import pretended
-from tests.support.low_level import low_level
 from tests.support.xqa_case import XqaCase, build
 
 CASE = XqaCase((57, 5), heads=(4, 2), head_dim=64)
@@ -33,12 +32,12 @@ def test_the_first_wrong_request_is_named() -> None:
 
 
 def test_the_low_level_form_names_its_own_arguments() -> None:
-    xqa(**low_level(build(CASE)))
+    xqa(**build(CASE).low_level())
     table = build(CASE).arguments["block_tables"].clone()
     table[1, 0] = -5
     with pytest.raises(ArgumentError, match=r"page_table\[1, 0\], page 0 of request 1, is -5"):
-        xqa(**low_level(build(CASE), page_table=table))
-    narrow = low_level(build(CASE), page_table=table[:, : table.shape[1] // 2].contiguous())
+        xqa(**build(CASE).low_level(page_table=table))
+    narrow = build(CASE).low_level(page_table=table[:, : table.shape[1] // 2].contiguous())
     looking = mock.patch.object(calls, "looks_at_values", return_value=True)  # as with CUTE_ATTN_VALIDATE=1
     with pretended(NullDriver()), looking, pytest.raises(ArgumentError, match=r"pages of page_table times 16 tokens"):
         xqa(**narrow)

@@ -1,4 +1,4 @@
-"""Cases, batches and single requests: their tensors, calls, verdicts, and the matrix of batches.
+"""Cases, batches and single requests: their tensors, calls, and the matrix of batches. Verdicts: `formula`.
 
 Memory that belongs to no token is NaN: pages that no request has, slots after a request's last token, gaps between
 heads; index entries that no request has are no pages. A single request's tensors: `placed`.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -20,18 +19,17 @@ import torch
 import cute_attn
 from cute_attn.dispatch import capabilities, select
 from cute_attn.errors import Refusal
-from cute_attn.problem import Features, Problem
-from cute_attn.reference import attention as reference
+from cute_attn.problem import Features
 from cute_attn.request.bit_packing import packbits
 from cute_attn.runtime.arch import Arch
 from tests.support import multi_item
-from tests.support.case import BatchCase, Result, verdict
-from tests.support.dense_attention import E2M1, nvfp4_values
-from tests.support.placed import blank, placed, placed_mask
+from tests.support.case import BatchCase
+from tests.support.paged_cache import NO_PAGE, SPARE_PAGES, Pages, ends, ints, scattered, stacked, store
+from tests.support.placed import placed, placed_mask
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-SPARE_PAGES, NO_PAGE = 3, 1 << 30
 WORKSPACE = 32 << 20
+CUDA = torch.device("cuda")
 EMPTY_ROW_STEP = 7  # rows 0, 7, 14, ... of a custom mask see nothing
 
 
@@ -55,48 +53,13 @@ class BatchInputs:
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
     last_page_len: torch.Tensor
+    tables: torch.Tensor | None  # of pages, on q's device
     masks: dict[str, Any]
     sinks: torch.Tensor | None
+    head_scales: tuple[torch.Tensor, ...]  # of q, k and v, or none
 
 
 # ------------------------------------------------------------------------------------------- tensors
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """Numbers as a cache holds them: bytes or floats, block scales, and the fp64 values that they mean."""
-
-    data: torch.Tensor
-    scales: torch.Tensor | None
-    values: torch.Tensor
-
-
-def _store(x: torch.Tensor, case: BatchCase) -> _Stored:
-    """`x` `[tokens, heads, head_dim]` rounded to the cache's format."""
-    if case.kv_dtype != "nvfp4":
-        data = x.to(getattr(torch, case.kv_dtype or case.dtype))
-        return _Stored(data, None, data.double())
-    blocks = x.unflatten(-1, (-1, 16))
-    scales = (blocks.abs().amax(-1) / 6).clamp(min=2**-9).to(torch.float8_e4m3fn)
-    distance = (blocks / scales.float()[..., None])[..., None].sub(E2M1.float()).abs()
-    codes = distance.argmin(-1).to(torch.uint8).flatten(-2)
-    data = codes[..., ::2] | codes[..., 1::2] << 4
-    return _Stored(data, scales, nvfp4_values(data, scales))
-
-
-def _scatter(tokens: torch.Tensor, place: torch.Tensor, case: BatchCase, slots: tuple[int, int]) -> torch.Tensor:
-    """A cache `[pages, page_size, heads, width]` (its two middle axes swapped for HND) with `tokens[i]` in slot
-    `place[i]`; gaps where the case is strided."""
-    pages, page_size = slots
-    heads, width = tokens.shape[1:]
-    gap = {"strided": 16, "halves": 8}.get(case.cache, 0) // tokens.element_size()
-    shape = (pages, page_size, heads) if case.kv_layout == "NHD" else (pages, heads, page_size)
-    whole = blank((pages, shape[1] + bool(gap), shape[2] + bool(gap), width + gap), tokens.dtype)
-    cache = whole[:, : shape[1], : shape[2], :width]
-    slot = cache if case.kv_layout == "NHD" else cache.transpose(1, 2)
-    raw = slot if tokens.dtype.itemsize > 1 else slot.view(torch.uint8)
-    raw[place // page_size, place % page_size] = tokens if tokens.dtype.itemsize > 1 else tokens.view(torch.uint8)
-    return cache
 
 
 def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -107,52 +70,37 @@ def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def _places(
-    case: BatchCase, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """(slot of every token, kv_indptr, kv_indices, pages of the cache and their size)."""
-    counts = [-(-n // case.page_size) for n in case.kv_lens] if case.paged else list(case.kv_lens)
-    first = 2 if case.slack else 0
-    bounds = torch.tensor([first, *(first + n for n in itertools.accumulate(counts))])
-    nothing = torch.empty(0, dtype=torch.long)
-    if not case.paged:
-        end = int(bounds[-1])
-        return torch.arange(first, end), bounds, nothing, (1, end + SPARE_PAGES)
-    pages = sum(counts) + SPARE_PAGES
-    order = torch.randperm(pages, generator=generator)[: sum(counts)]
-    around = torch.full((2,), NO_PAGE) if case.slack else nothing
-    slots = [
-        (
-            order[bounds[i] - first : bounds[i + 1] - first, None] * case.page_size + torch.arange(case.page_size)
-        ).flatten()[:n]
-        for i, n in enumerate(case.kv_lens)
-    ]
-    return torch.cat([nothing, *slots]), bounds, torch.cat((around, order, around)), (pages, case.page_size)
-
-
-def make(
-    case: BatchCase, device: torch.device | str = "cpu", numbers: tuple[torch.Tensor, ...] | None = None
-) -> BatchInputs:
-    """The tensors of a case, with random numbers or with `numbers` of q, k and v of all tokens."""
+def make(case: BatchCase, device: torch.device | str = "cpu") -> BatchInputs:
+    """The tensors of a case."""
     device = torch.device(device)
     generator = torch.Generator().manual_seed(case.seed)
     index_dtype = getattr(torch, case.indices)
-    q, k, v = numbers or _numbers(case, generator)
-    k, v = _store(k, case), _store(v, case)
+    q, *kv = _numbers(case, generator)
+    k, v = (store(x, case.stored_dtype) for x in kv)
+    parts = [x for pair in zip(k.parts, v.parts, strict=True) for x in pair]
     q = q.to(getattr(torch, case.dtype))
     q[: case.first] = math.nan
-    place, bounds, indices, slots = _places(case, generator)
+    first = 2 if case.slack else 0
+    if case.paged:
+        pages = Pages(case.kv_lens, case.page_size, generator)
+        around = torch.full((first,), NO_PAGE)
+        bounds, indices = pages.indptr + first, torch.cat((around, pages.indices, around))
+        slots, shape, tables = pages.all_slots(), (pages.num_pages, case.page_size), pages.tables().to(device)
+    else:
+        bounds, indices = ends(case.kv_lens) + first, torch.empty(0)
+        slots, shape, tables = torch.arange(first, int(bounds[-1])), (1, int(bounds[-1]) + SPARE_PAGES), None
     if case.single:
-        given, *stored = placed(case, (q, *_parts(k, v)), device)
+        given, *stored = placed(case, (q, *parts), device)
         stored = [x.transpose(0, 1) if case.kv_layout == "HND" else x for x in stored]
     else:
+        gap = {"strided": 16, "halves": 8}.get(case.cache, 0)
         given = q.to(device)
-        stored = [_moved(_scatter(x, place, case, slots), device) for x in _parts(k, v)]
+        stored = [_moved(scattered(x, slots, shape, case.kv_layout, gap), device) for x in parts]
     if case.kind == "ragged":
         stored = [x[0] for x in stored]
-    pairs = [tuple(stored[i : i + 2]) for i in range(0, len(stored), 2)]
+    pairs: list[Any] = [tuple(stored[i : i + 2]) for i in range(0, len(stored), 2)]
     if case.cache == "one":
-        pairs = [torch.stack((a, b), 1) if a.element_size() > 1 else _stack_bytes(a, b) for a, b in pairs]
+        pairs = [stacked(*pair) for pair in pairs]
     elif case.cache == "list":
         pairs = [list(pair) for pair in pairs]
     requests, items = _requests(case, q, k.values, v.values, generator), dict[str, Any]()
@@ -160,20 +108,21 @@ def make(
         drawn = multi_item.draw(case.qo_lens, case.kv_lens, case.longest_item, case.seed)
         requests = [dataclasses.replace(r, keep=keep) for r, keep in zip(requests, drawn.keep, strict=True)]
         items = drawn.arguments(device)
-    last = torch.tensor([(n - 1) % case.page_size + 1 if n else 0 for n in case.kv_lens], dtype=index_dtype)
-    qo_bounds = torch.tensor([case.first, *(case.first + n for n in itertools.accumulate(case.qo_lens))])
+    last = ints([(n - 1) % case.page_size + 1 if n else 0 for n in case.kv_lens])
     sinks = torch.randn(case.num_qo_heads, generator=generator).to(device) if case.sinks else None
     return BatchInputs(
         requests,
         given,
         (pairs[0],) if case.paged else pairs[0],
         pairs[1] if len(pairs) > 1 else None,
-        qo_bounds.to(index_dtype),
+        (ends(case.qo_lens) + case.first).to(index_dtype),
         bounds.to(index_dtype),
         indices.to(index_dtype),
-        last,
+        last.to(index_dtype),
+        tables,
         {name: _moved(mask, device) for name, mask in _masks(case, requests).items()} | items,
         sinks,
+        tuple(x.to(device) for x in _head_scales(case, generator)),
     )
 
 
@@ -186,29 +135,27 @@ def _numbers(case: BatchCase, generator: torch.Generator) -> tuple[torch.Tensor,
     q, k, v = (drawn[name] for name in "qkv")
     if case.storage == "expanded":
         k, v = (x[:, :1].expand(x.shape) for x in (k, v))
-    return q * case.q_gain, k, v
+    if case.spike:
+        k[case.spike_key] = q[0, :1].sign() * case.spike
+    return q * case.q_gain, k, v + case.v_mean
 
 
-def _parts(k: _Stored, v: _Stored) -> list[torch.Tensor]:
-    scales = [] if k.scales is None or v.scales is None else [k.scales, v.scales]
-    return [k.data, v.data, *scales]
-
-
-def _stack_bytes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.stack((a.view(torch.uint8), b.view(torch.uint8)), 1).view(a.dtype)
+def _head_scales(case: BatchCase, generator: torch.Generator) -> list[torch.Tensor]:
+    found = []
+    for heads in (case.num_qo_heads, case.num_kv_heads, case.num_kv_heads) if case.head_scales else ():
+        found.append(torch.rand(heads, generator=generator) + 0.5)
+        if case.head_scales == "signed":
+            found[-1][::2] *= -1
+    return found
 
 
 def _requests(
     case: BatchCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator
 ) -> list[Request]:
-    found, row, key = [], case.first, 0
-    for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
-        keep = None
-        if case.mask in ("custom", "packed"):
-            keep = random_mask(qo_len, kv_len, generator)
-        found.append(Request(q[row : row + qo_len], k[key : key + kv_len], v[key : key + kv_len], keep))
-        row, key = row + qo_len, key + kv_len
-    return found
+    lens = list(zip(case.qo_lens, case.kv_lens, strict=True))
+    drawn = [random_mask(*of, generator) if case.mask in ("custom", "packed") else None for of in lens]
+    tensors = q[case.first :].split(case.qo_lens), k.split(case.kv_lens), v.split(case.kv_lens)
+    return [Request(*request) for request in zip(*tensors, drawn, strict=True)]
 
 
 def random_mask(qo_len: int, kv_len: int, generator: torch.Generator) -> torch.Tensor:
@@ -255,7 +202,7 @@ def plan_arguments(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:
             *("rope_scale", "rope_theta", "fixed_split_size", "disable_split_kv", "lse_base"),
         )
     }
-    kv_dtype = "uint8" if case.kv_dtype == "nvfp4" else case.kv_dtype
+    kv_dtype = None if case.kv_dtype is None else case.stored_dtype
     same |= {"q_data_type": case.dtype, "kv_data_type": kv_dtype, "o_data_type": case.o_dtype}
     if case.kind == "decode":
         indices = {"indptr": inputs.kv_indptr, "indices": inputs.kv_indices, "last_page_len": inputs.last_page_len}
@@ -287,22 +234,21 @@ def call(
     planned: Any = None,
     *,
     backend: str = "auto",
-    head_scales: tuple[torch.Tensor, ...] = (),
     **extra: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse) of a single request or of a wrapper: a new one on `backend`, or one that is planned already."""
     arguments = {**run_arguments(case, inputs), **extra}
     if case.single:
-        return _single(case, inputs, head_scales, {"backend": backend, **arguments})
+        return _single(case, inputs, {"backend": backend, **arguments})
     if planned is None:
         planned = wrapper(case, inputs.q.device, backend=backend)
         planned.plan(**plan_arguments(case, inputs))
-    result = planned.run(inputs.q, *inputs.kv, *head_scales, **arguments)
+    result = planned.run(inputs.q, *inputs.kv, *inputs.head_scales, **arguments)
     return result if case.return_lse else (result, None)
 
 
 def _single(
-    case: BatchCase, inputs: BatchInputs, head_scales: tuple[torch.Tensor, ...], arguments: dict[str, Any]
+    case: BatchCase, inputs: BatchInputs, arguments: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The function of a single request, with what it takes of the arguments of plans and runs."""
     function, q = cute_attn.single_prefill_with_kv_cache, inputs.q
@@ -311,58 +257,9 @@ def _single(
     given = {**plan_arguments(case, inputs), "kv_layout": case.kv_layout, **arguments}
     given["o_dtype"] = None if case.o_dtype is None else getattr(torch, case.o_dtype)
     accepted = inspect.signature(function).parameters
-    result = function(q, *inputs.kv, *head_scales, **{name: x for name, x in given.items() if name in accepted})
+    options = {name: x for name, x in given.items() if name in accepted}
+    result = function(q, *inputs.kv, *inputs.head_scales, **options)
     return result if case.return_lse else (result, None)
-
-
-# ------------------------------------------------------------------------------------------- verdict
-
-
-def check(case: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
-    """Compare with the fp64 reference of every request, on out's device. Rows of no request must be 0 and -inf, and so
-    must those that see no key.
-    """
-    shape = (case.rows, case.num_qo_heads)
-    o_ref = torch.zeros(*shape, case.head_dim_vo, dtype=torch.float64, device=out.device)
-    lse_ref = torch.full(shape, -math.inf, dtype=torch.float64, device=out.device)
-    wrong_form = _wrong_form(case, out, lse)
-    if wrong_form:
-        return Result(False, math.inf, math.inf, wrong_form)
-    row = case.first
-    for request in inputs.requests:
-        rows = slice(row, row + request.q.shape[0])
-        _solve(case, request, inputs.sinks, o_ref[rows], lse_ref[rows])
-        row = rows.stop
-    return verdict(case, (out.view(o_ref.shape), None if lse is None else lse.view(shape)), (o_ref, lse_ref))
-
-
-def _wrong_form(case: BatchCase, out: torch.Tensor, lse: torch.Tensor | None) -> str:
-    rows = (case.num_qo_heads,) if case.kind == "single_decode" else (case.rows, case.num_qo_heads)
-    expected = [("out", out, (*rows, case.head_dim_vo), getattr(torch, case.o_dtype or case.dtype))]
-    if lse is not None:
-        expected.append(("lse", lse, rows, torch.float32))
-    wrong = [
-        f"{name} is {x.dtype} {tuple(x.shape)}, not {dtype} {shape}"
-        for name, x, shape, dtype in expected
-        if tuple(x.shape) != shape or x.dtype != dtype
-    ]
-    return "; ".join(wrong + ["there is no lse"] * (case.single and case.return_lse and lse is None))
-
-
-def _solve(case: BatchCase, request: Request, sinks: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor) -> None:
-    """The reference on one request, into `o` and `lse`."""
-    features = Features(
-        *(o.device, request.q.dtype, torch.float64, torch.float64, case.num_qo_heads, case.num_kv_heads),
-        *(case.head_dim_qk, case.head_dim_vo),
-        custom_mask=request.keep is not None,
-        pos_encoding_mode=case.pos_encoding_mode,
-    )
-    causal = case.mask == "causal" or (case.kind == "decode" and len(request.q) > 1)
-    settings = case.settings(features, causal=causal, lse_scale=math.log(2) if case.lse_base == "ln" else 1.0)
-    packed = None if request.keep is None else packbits(request.keep.flatten(), "little").to(o.device)
-    q, k, v = (x.to(o.device) for x in (request.q, request.k, request.v))
-    problem = Problem(settings, len(q), len(k), q, k, v, o, lse, packed, sinks=sinks)
-    reference.run(problem, torch.float64)
 
 
 # --------------------------------------------------------------------------------------------- cases
@@ -455,8 +352,27 @@ SMALL: tuple[BatchCase, ...] = (
 )
 
 
+def random_options(rng: random.Random, max_len: int) -> dict[str, Any]:
+    """Any legal mixture of what single requests and batches have."""
+    pos_encoding_mode = rng.choice(("NONE", "NONE", "NONE", "ROPE_LLAMA", "ALIBI"))
+    return {
+        "pos_encoding_mode": pos_encoding_mode,
+        "dtype": rng.choice(DTYPES),
+        "kv_layout": rng.choice(("NHD", "HND")),
+        "window_left": rng.choice((-1, -1, rng.randint(0, max_len))),
+        "logits_soft_cap": rng.choice((0.0, 0.0, 3.0 if pos_encoding_mode == "ALIBI" else 30.0)),
+        "rope_scale": rng.choice((1.0, 4.0)),
+        "rope_theta": rng.choice((1e4, 5e5)),
+        "sm_scale": rng.choice((None, None, rng.uniform(-0.05, 0.08))),
+        "k_scale": rng.choice((None, rng.uniform(0.5, 1.2))),
+        "v_scale": rng.choice((None, rng.uniform(0.7, 1.3))),
+        "tensor_scales": rng.random() < 0.3,
+        "return_lse": rng.random() < 0.8,
+    }
+
+
 def random_batch_case(seed: int, max_len: int = 700, max_batch: int = 12) -> BatchCase:
-    """A case for fuzzing: any legal mixture."""
+    """A batch for fuzzing."""
     rng = random.Random(seed)
     kind = rng.choice(("paged", "paged", "ragged", "decode"))
     batch = rng.choice((1, 2, rng.randint(1, max_batch)))
@@ -467,40 +383,21 @@ def random_batch_case(seed: int, max_len: int = 700, max_batch: int = 12) -> Bat
     kv_lens = tuple(length(max_len) for _ in range(batch))
     q_len = rng.choice((1, 1, 1, 2, 4)) if kind == "decode" else 0
     qo_lens = tuple(q_len or length(max_len // 3) for _ in range(batch))
-    pos_encoding_mode = rng.choice(("NONE", "NONE", "NONE", "ROPE_LLAMA", "ALIBI"))
     num_kv_heads = rng.choice((1, 2, 3, 4))
     qk, vo = rng.choice(DIMS[:-1] if kind == "decode" else DIMS)
-    kv_dtype = rng.choice((None, None, None, E4M3, E5M2, "nvfp4"))
     split = rng.choice(("", "", "fixed", "none"))
     return BatchCase(
-        kind,
-        qo_lens,
-        kv_lens,
-        num_kv_heads * rng.choice((1, 2, 3, 4, 7, 8)),
-        num_kv_heads,
-        qk,
-        vo,
+        *(kind, qo_lens, kv_lens, num_kv_heads * rng.choice((1, 2, 3, 4, 7, 8)), num_kv_heads, qk, vo),
+        **random_options(rng, max_len),
         page_size=1 if kind == "ragged" else rng.choice((1, 2, 5, 8, 16, 16, 32, 64, 128)),
-        dtype=rng.choice(DTYPES),
-        kv_dtype=kv_dtype,
-        kv_layout=rng.choice(("NHD", "HND")),
+        kv_dtype=rng.choice((None, None, None, E4M3, E5M2, "nvfp4")),
         cache=rng.choice(("pair", "strided") if kind == "ragged" or qk != vo else ("pair", "list", "one", "strided")),
         mask="none" if kind == "decode" else rng.choice(("none", "causal", "causal", "custom", "packed", "packed")),
-        window_left=rng.choice((-1, -1, rng.randint(0, max_len))),
-        logits_soft_cap=rng.choice((0.0, 0.0, 3.0 if pos_encoding_mode == "ALIBI" else 30.0)),
-        pos_encoding_mode=pos_encoding_mode,
-        rope_scale=rng.choice((1.0, 4.0)),
-        rope_theta=rng.choice((1e4, 5e5)),
-        sm_scale=rng.choice((None, None, rng.uniform(-0.05, 0.08))),
         q_scale=rng.choice((None, rng.uniform(0.7, 1.2))),
-        k_scale=rng.choice((None, rng.uniform(0.7, 1.2))),
-        v_scale=rng.choice((None, rng.uniform(0.7, 1.3))),
-        tensor_scales=rng.random() < 0.3,
         sinks=rng.random() < 0.25,
         fixed_split_size=rng.randint(1, 12) * 16 if split == "fixed" else None,
         disable_split_kv=split == "none",
         lse_base=rng.choice(("log2", "log2", "ln")),
-        return_lse=rng.random() < 0.8,
         indices=rng.choice(("int32", "int64")),
         slack=rng.random() < 0.3,
         seed=seed,
@@ -519,13 +416,12 @@ def random_lengths(case: BatchCase, seed: int, max_len: int) -> BatchCase:
     return dataclasses.replace(case, qo_lens=qo_lens, kv_lens=kv_lens, seed=seed)
 
 
-def features(case: BatchCase, device: torch.device) -> Features:
+def features(case: BatchCase, device: torch.device = CUDA) -> Features:
     """The features of a case on a device, without its tensors."""
     dtype = getattr(torch, case.dtype)
-    kv_dtype = {None: dtype, "nvfp4": torch.uint8}.get(case.kv_dtype) or getattr(torch, str(case.kv_dtype))
     scored = case.q_scale is not None or case.k_scale is not None
     return Features(
-        *(device, dtype, kv_dtype, getattr(torch, case.o_dtype or case.dtype)),
+        *(device, dtype, case.stored_dtype, getattr(torch, case.o_dtype or case.dtype)),
         *(case.num_qo_heads, case.num_kv_heads, case.head_dim_qk, case.head_dim_vo),
         custom_mask=case.mask in ("custom", "packed"),
         multi_item=case.mask == "items",
@@ -541,6 +437,6 @@ def features(case: BatchCase, device: torch.device) -> Features:
     )
 
 
-def refusals(case: BatchCase, inputs: BatchInputs, backend: str, arch: Arch | None) -> list[Refusal]:
-    """Refusals of the capability table for a case."""
-    return select.reasons_against(capabilities.BY_NAME[backend], features(case, inputs.q.device), arch)
+def refusals(case: BatchCase, backend: str, arch: Arch | None) -> list[Refusal]:
+    """Refusals of the capability table for a case on a GPU."""
+    return select.reasons_against(capabilities.BY_NAME[backend], features(case), arch)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 Problem = TypeVar("Problem")
 Trait = tuple[Hashable, ...]
 
-NUMBERS = ("window_left", "logits_soft_cap", "soft_cap", "sm_scale", "q_scale", "k_scale", "v_scale", "spike", "mean")
+NUMBERS = ("window_left", "logits_soft_cap", "sm_scale", "q_scale", "k_scale", "v_scale", "spike", "v_mean")
 FREE = ("seed", "rope_scale", "rope_theta", "spike_key", "longest_item")  # their values choose no path
 HEADS, LENGTHS = ("num_qo_heads", "num_kv_heads"), ("qo_lens", "kv_lens")
 TILE = 64  # tokens of the smallest one
@@ -42,7 +42,7 @@ def _traits(problem: Any) -> set[Trait]:
     each request's lengths how many tiles they take, and whether it has more queries than keys.
     """
     fields = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
-    qo_heads, kv_heads = fields["heads"] if "heads" in fields else (fields[name] for name in HEADS)
+    qo_heads, kv_heads = (fields[name] for name in HEADS)
     lengths = [fields[name] for name in LENGTHS]
     head_dims = (value for name, value in fields.items() if name.startswith("head_dim"))
     found: set[Trait] = {("group", qo_heads // kv_heads), ("code", *head_dims, _mask(fields))}
@@ -52,17 +52,17 @@ def _traits(problem: Any) -> set[Trait]:
     for name, value in fields.items():
         if name in NUMBERS:
             found.add((name, value and (value > 0) - (value < 0)))
-        elif name not in (*FREE, *HEADS, "heads", *LENGTHS):
+        elif name not in (*FREE, *HEADS, *LENGTHS):
             found.add((name, value))
     return found
 
 
 def _mask(fields: dict[str, Any]) -> str:
     """The kind of mask."""
-    given = fields.get("mask", "causal" if fields.get("causal") else "none")
-    if fields.get("custom_mask") or given in ("custom", "packed"):
+    mask: str = fields["mask"]
+    if mask in ("custom", "packed"):
         return "bits"
-    return "band" if given != "items" and fields["window_left"] >= 0 else given
+    return "band" if mask != "items" and fields["window_left"] >= 0 else mask
 
 
 def _pairs(features: Any) -> set[Trait]:

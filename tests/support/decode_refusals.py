@@ -102,7 +102,7 @@ def strided_like(x: torch.Tensor, device: str) -> torch.Tensor:
 def assert_refused(name: str, form: str, device: str = "cpu") -> None:
     """Every row of a form, under one of the two names; good calls before and after."""
     entry, bounds = ENTRIES[name + form], XQA_FUNCTIONS[name][1]
-    given = {key: x.to(device) for key, x in entry.tensors.items()}
+    given = entry.on(device)
     call = entry.begin(given)
     call(given)
     before = given["out"].clone()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -45,24 +46,38 @@ def attention(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | float = 0.0,
+    device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return o `[qo_len, heads, head_dim]` and the base-2 lse `[qo_len, heads]`, both fp64 on the CPU.
+    """Return o `[qo_len, heads, head_dim]` and the base-2 lse `[qo_len, heads]`, both fp64 on a device.
 
     `q`: `[qo_len, heads, head_dim]`; `k`, `v`: `[kv_len, kv_heads, head_dim]`; `keep`: bool `[qo_len, kv_len]`, or one
     per kv head `[kv_heads, qo_len, kv_len]`; `bias` of scores: `[heads, qo_len, kv_len]`. Rows that see nothing are 0.
     """
-    q, k, v = (x.detach().cpu().double() for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    z = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) + bias
-    if soft_cap > 0:
-        z = soft_cap * torch.tanh(z / soft_cap)
-    kept = keep.cpu().bool()
-    z = z.masked_fill(~(kept.repeat_interleave(group, 0) if kept.dim() == 3 else kept), -math.inf)
-    more = torch.empty(len(z), 0) if sinks is None else sinks.detach().cpu()[:, None]
-    lse = torch.cat((z, more.double()[:, None].expand(-1, len(q), -1)), -1).logsumexp(-1)
-    weights = (z - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
-    return torch.einsum("hij,jhd->ihd", weights, v), lse.T / math.log(2)
+    q, k, v = (x.detach().to(device).double() for x in (q, k, v))
+    group, kept = q.shape[1] // k.shape[1], keep.to(device).bool()
+    scale, parts = q.shape[2] ** -0.5 if sm_scale is None else sm_scale, []
+    for i in range(k.shape[1]):  # one by one: scores of all heads take much memory
+        heads = slice(i * group, (i + 1) * group)
+        z = torch.einsum("ihd,jd->hij", q[:, heads], k[:, i]) * scale
+        z += bias[heads].to(device) if isinstance(bias, torch.Tensor) else bias
+        if soft_cap > 0:
+            z = soft_cap * torch.tanh(z / soft_cap)
+        z.masked_fill_(~(kept[i] if kept.dim() == 3 else kept), -math.inf)
+        more = torch.empty(group, 0) if sinks is None else sinks[heads].detach()[:, None]
+        more = more.to(device).double()[:, None].expand(-1, len(q), -1)
+        lse = torch.cat((z, more), -1).logsumexp(-1)
+        weights = (z - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+        parts.append((torch.einsum("hij,jd->ihd", weights, v[:, i]), lse.T / math.log(2)))
+    o, lse = (torch.cat(of_heads, 1) for of_heads in zip(*parts, strict=True))
+    return o, lse
+
+
+def batch_attention(requests: Iterable[Sequence[Any]], *options: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for requests one after the other: q, k, v and `keep` of each."""
+    nothing = torch.empty(0, dtype=torch.float64)
+    solved = [(nothing, nothing), *(attention(*request, *options, **more) for request in requests)]
+    o, lse = (torch.cat(parts) for parts in zip(*solved, strict=True))
+    return o, lse
 
 
 def decoded(
@@ -71,16 +86,15 @@ def decoded(
     """The same for one token a request over `cache` `[pages, 2, page_size, kv_heads, head_dim]`, whose pages of all
     requests `indices` lists one after the other.
     """
-    results, first = [], 0
-    for i, n in enumerate(lengths):
-        own = cache[indices[first : first + -(-n // cache.shape[2])].long()].transpose(0, 1).flatten(1, 2)[:, :n]
-        results.append(attention(q[i : i + 1], *own, torch.ones(1, n, dtype=torch.bool)))
-        first += -(-n // cache.shape[2])
-    o, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
-    return o, lse
+    pages = [-(-n // cache.shape[2]) for n in lengths]
+    keys = [
+        cache[own.long()].transpose(0, 1).flatten(1, 2)[:, :n]
+        for own, n in zip(indices[: sum(pages)].split(pages), lengths, strict=True)
+    ]
+    return batch_attention((row[None], *kv, torch.ones(1, kv.shape[1])) for row, kv in zip(q, keys, strict=True))
 
 
-def assert_near(out: torch.Tensor, lse: torch.Tensor | None, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+def assert_near(out: torch.Tensor, lse: torch.Tensor | None, expected: Sequence[torch.Tensor]) -> None:
     """Compare a result with the oracle's."""
     tolerance = 1e-2 if out.dtype == torch.bfloat16 else 2e-3
     torch.testing.assert_close(out.cpu().double(), expected[0], rtol=tolerance, atol=tolerance)

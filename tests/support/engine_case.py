@@ -7,7 +7,6 @@ only NVFP4 caches are filled by it, as engines do.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,13 @@ from typing import Any
 import torch
 
 from cute_attn import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
-from tests.support.dense_attention import attention, nvfp4_values, seen
+from tests.support.dense_attention import batch_attention, nvfp4_values, seen
 from tests.support.executors import HAS_GPU
+from tests.support.graphs import cuda_graph
+from tests.support.paged_cache import Pages, Pair, ends
 from tests.support.xqa_case import words
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-SPARE_PAGES = 2
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,53 +64,23 @@ class Tokens:
             [normal(n, batch.heads[1], dim, batch.kv_dtype).double() for n in batch.kv_lens] for dim in dims
         )
         self.keys, self.values = keys or random_keys, values or random_values
-        self._place(generator)
-
-    def _place(self, generator: torch.Generator) -> None:
-        """Give every request pages of its own, in random order."""
-        page_size, lens = self.batch.page_size, self.batch.kv_lens
-        counts = [-(-n // page_size) for n in lens]
-        self.num_pages = self.batch.num_pages or sum(counts) + SPARE_PAGES
-        order = torch.randperm(self.num_pages, generator=generator)[: sum(counts)]
-        bounds = [0, *itertools.accumulate(counts)]
-        self.pages = [order[a:b] for a, b in itertools.pairwise(bounds)]
-        self.slots = [
-            (own[:, None] * page_size + torch.arange(page_size)).flatten()[:n]
-            for own, n in zip(self.pages, lens, strict=True)
-        ]
-        self.kv_indptr = ints(bounds)
-        self.kv_indices = order.int().to(self.device)
-        self.last_page_len = ints([(n - 1) % page_size + 1 if n else 0 for n in lens])
-        self.qo_indptr = ends(self.batch.q_lens)
-        self.token_indptr = ends(lens)
-        self.seq_lens = ints(lens).to(self.device)
+        self.pages = pages = Pages(batch.kv_lens, batch.page_size, generator, batch.num_pages)
+        self.kv_indptr, self.last_page_len, self.num_pages = pages.indptr, pages.last_page_len, pages.num_pages
+        self.kv_indices, self.seq_lens = pages.indices.to(device), pages.seq_lens.to(device)
+        self.qo_indptr, self.token_indptr = ends(batch.q_lens), ends(batch.kv_lens)
 
     def block_tables(self, width: int = 0) -> torch.Tensor:
         """Page numbers of every request; 0 after a request's last page."""
-        width = width or max(1, *map(len, self.pages))
-        table = torch.zeros(len(self.pages), width, dtype=torch.int32)
-        for row, own in zip(table, self.pages, strict=True):
-            row[: len(own)] = own.int()
-        return table.to(self.device)
+        return self.pages.tables(width, beyond=0).to(self.device)
 
     def caches(self, layout: str = "NHD", fused: bool = False) -> Pair:
         """K and V, `[pages, page_size, heads, dim]` or HND; `fused`: of one tensor with both in its last axis."""
-        dims = (self.batch.dim, self.batch.dim_vo or self.batch.dim)
-        middle = (self.batch.page_size, self.batch.heads[1])
+        sides = [torch.cat(side).to(self.batch.kv_dtype) for side in (self.keys, self.values)]
         if fused:
-            dims = (sum(dims),)
-        shapes = [(self.num_pages, *(middle if layout == "NHD" else middle[::-1]), dim) for dim in dims]
-        wholes = [torch.full(shape, math.nan).to(self.batch.kv_dtype) for shape in shapes]
-        k, v = wholes[0].split(self.batch.dim, -1) if fused else wholes
-        for cache, parts in ((k, self.keys), (v, self.values)):
-            tokens = cache if layout == "NHD" else cache.transpose(1, 2)
-            for slots, part in zip(self.slots, parts, strict=True):
-                raw, new = bits(tokens), bits(part.to(self.batch.kv_dtype))
-                raw[slots // self.batch.page_size, slots % self.batch.page_size] = new
-        if fused:
-            whole = wholes[0].to(self.device)
+            whole = self.pages.scatter(torch.cat(sides, -1), layout).to(self.device)
             return whole[..., : self.batch.dim], whole[..., self.batch.dim :]
-        return k.to(self.device), v.to(self.device)
+        k, v = (self.pages.scatter(side, layout).to(self.device) for side in sides)
+        return k, v
 
     def pool(self) -> Pair:
         """K and V as `[slots, heads, dim]`: pages of one token, without an axis for them."""
@@ -148,49 +117,31 @@ class Tokens:
         batch = dataclasses.replace(self.batch, kv_lens=lens)
         return Tokens(batch, self.device, [k[rank::world] for k in self.keys], [v[rank::world] for v in self.values])
 
-    def expected(self, scale: float, **options: Any) -> Pair:
-        """(out, base-2 lse) of all rows in fp64; options of `attend`, with `keep` for each request."""
-        keeps = options.pop("keep", None) or [None] * len(self.queries)
-        parts = zip(self.queries, self.keys, self.values, keeps, strict=True)
-        solved = [attend(q, k, v, scale, keep=keep, **options) for q, k, v, keep in parts]
-        return torch.cat([o for o, _ in solved]), torch.cat([lse for _, lse in solved])
+    def expected(
+        self,
+        scale: float,
+        *,
+        causal: bool = False,
+        window_left: int = -1,
+        soft_cap: float = 0.0,
+        keep: Sequence[torch.Tensor] | None = None,
+        sinks: torch.Tensor | None = None,
+        v_scale: float = 1.0,
+    ) -> Pair:
+        """(out, base-2 lse) of all rows in fp64. `keep`: a mask of each request, which takes the place of `causal`."""
+        pairs = zip(self.queries, self.keys, strict=True)
+        kept = [seen(len(q), len(k), causal and keep is None, window_left) for q, k in pairs]
+        if keep is not None:
+            kept = [a & b.bool().cpu() for a, b in zip(kept, keep, strict=True)]
+        requests = zip(self.queries, self.keys, self.values, kept, strict=True)
+        o, lse = batch_attention(requests, scale, soft_cap, sinks)
+        return o * v_scale, lse
 
     def solved(self, **options: Any) -> torch.Tensor:
         """The outputs that `expected` gives for options by the names that wrappers have for them; None: the default."""
         given = {name: value for name, value in options.items() if value is not None}
         scale = given.pop("sm_scale") * given.pop("q_scale", 1.0) * given.pop("k_scale", 1.0)
         return self.expected(scale, soft_cap=given.pop("logits_soft_cap", 0.0), **given)[0]
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.uint8) if x.element_size() == 1 else x
-
-
-def ints(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.int32)
-
-
-def ends(lengths: Sequence[int]) -> torch.Tensor:
-    return ints([0, *itertools.accumulate(lengths)])
-
-
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    *,
-    causal: bool = False,
-    window_left: int = -1,
-    soft_cap: float = 0.0,
-    keep: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    v_scale: float = 1.0,
-) -> Pair:
-    """Attention of one request in fp64, and the base-2 logarithm of the denominators."""
-    kept = seen(len(q), len(k), causal and keep is None, window_left)
-    o, lse = attention(q, k, v, kept if keep is None else kept & keep.bool().cpu(), scale, soft_cap, sinks)
-    return o * v_scale, lse
 
 
 def merge(parts: list[Pair]) -> Pair:
@@ -237,19 +188,15 @@ class Graph:
     """What an engine captures: a CUDA graph on a GPU, the calls themselves on the CPU."""
 
     def __init__(self, device: str, run: Callable[[], Any]) -> None:
-        self._run, self._graph = run, None
-        self.result = run()
+        self.result, self._again = run(), run
         if device == "cuda":
             torch.cuda.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self.result = run()
+            self.result, self._again = cuda_graph(run)
 
     def replay(self) -> Any:
-        if self._graph is None:
-            return self._run()
-        self._graph.replay()
-        return self.result
+        """A graph writes the first result again."""
+        found = self._again()
+        return self.result if found is None else found
 
 
 # ------------------------------------------------------------------------------------------- NVFP4, masks
@@ -260,15 +207,13 @@ def nvfp4_cache(tokens: Tokens, layout: str) -> tuple[Pair, Pair, Tokens]:
     batch, device = tokens.batch, tokens.device
     width = batch.page_size * 2 * batch.heads[1] * (batch.dim // 2 + batch.dim // 16)
     data, scales = nvfp4_pages(batch, layout, torch.zeros(tokens.num_pages, width, dtype=torch.uint8, device=device))
-    slots = torch.cat([torch.tensor([-1]), *tokens.slots]).to(device)
+    slots = torch.cat([torch.tensor([-1]), tokens.pages.all_slots()]).to(device)
     rows = [torch.cat([torch.full_like(x[:1], 3.0), x, torch.full_like(x[:2], 5.0)]) for x in tokens.ragged()]
     factors = torch.tensor(0.002, device=device), torch.tensor(0.003, device=device)
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(*rows, slots, data, scales, *factors, kv_layout=layout)
     stored = []
     for part, part_scales, factor in zip(data, scales, (0.002, 0.003), strict=True):
-        values = nvfp4_values(part, part_scales) * factor
-        values = (values if layout == "NHD" else values.transpose(1, 2)).flatten(0, 1)
-        stored.append([values[own] for own in tokens.slots])
+        stored.append(tokens.pages.gather(nvfp4_values(part, part_scales) * factor, layout))
     for original, kept in zip(tokens.keys + tokens.values, stored[0] + stored[1], strict=True):
         assert float((original - kept).norm()) < 0.15 * float(original.norm())
     return data, scales, Tokens(batch, device, *stored)

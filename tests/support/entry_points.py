@@ -6,7 +6,8 @@ anywhere. `ENTRIES` write memory of their caller; `NEW_RESULTS` write new tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -56,6 +57,11 @@ class Entry(NamedTuple):
     written: tuple[str, ...] = ("out", "lse")
     planned: tuple[str, ...] = ()  # names of tensors that `begin` reads and the plan keeps
     emulated: bool = True
+
+    def on(self, device: str, but: Sequence[str] = ()) -> dict[str, Any]:
+        """Return copies of the tensors on a device, where a plan's lengths do not go; all `but` some."""
+        given = {name: x.to(device, copy=True) for name, x in self.tensors.items() if name not in but}
+        return given | {name: x for name, x in self.tensors.items() if name == "kv_len_arr"}
 
 
 def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -248,7 +254,7 @@ def without(given: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tens
     return {name: x for name, x in given.items() if name not in names}
 
 
-PREFILL_BUFFERS = {name: name for name in GRAPH} | {"kv_indices": "paged_kv_indices_buf"}
+PAGED_BUFFERS = {name: name for name in GRAPH} | {"kv_indices": "paged_kv_indices_buf"}
 MASK_BUFFERS = {"packed_mask": "custom_mask_buf", "mask_indptr_buf": "mask_indptr_buf"}
 RAGGED_BUFFERS = {"qo_indptr_buf": "qo_indptr_buf", "kv_indptr_buf": "kv_indptr_buf"}
 DECODE_BUFFERS = {
@@ -265,16 +271,9 @@ def graphed_decode(workspace: torch.Tensor, use_cuda_graph: bool, backend: str =
     return cute_attn.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, *buffers.values())
 
 
-def ranges_wrapper(*args: Any, **options: Any) -> Any:
-    """Return a wrapper for queries whose keys are in ranges."""
-    made_for = {"head_dim_qk": DIM, "head_dim_vo": DIM}
-    return cute_attn.BatchPrefillWithCausalBidirectionalRangesWrapper(*args, **{**made_for, **options})
-
-
-def sink_wrapper(workspace: torch.Tensor, **options: Any) -> Any:
-    """Return a wrapper made for the sizes here."""
-    sizes = {"head_dim_qk": DIM, "head_dim_vo": DIM}
-    return cute_attn.BatchAttentionWithAttentionSinkWrapper(workspace, **{**sizes, **options})
+MADE_FOR = {"head_dim_qk": DIM, "head_dim_vo": DIM}
+RANGES = functools.partial(cute_attn.BatchPrefillWithCausalBidirectionalRangesWrapper, **MADE_FOR)
+WITH_SINKS = functools.partial(cute_attn.BatchAttentionWithAttentionSinkWrapper, **MADE_FOR)
 
 
 def mixed_wrapper(workspace: torch.Tensor, **options: Any) -> Any:
@@ -315,61 +314,47 @@ def by_heads(num_kv_heads: int) -> dict[str, torch.Tensor]:
 
 PAGED, RAGGED = cute_attn.BatchPrefillWithPagedKVCacheWrapper, cute_attn.BatchPrefillWithRaggedKVCacheWrapper
 STEPS, BLOCKS = cute_attn.BatchDecodeWithPagedKVCacheWrapper, cute_attn.BlockSparseAttentionWrapper
-VARIABLE_BLOCKS = cute_attn.VariableBlockSparseAttentionWrapper
+VARIABLE = cute_attn.VariableBlockSparseAttentionWrapper
+batch_of_rows = functools.partial(batch, paged=False)
 BLOCKS_OF_2 = operands(KEYS) | outputs() | WORKSPACE | {"kv_indices": ints(0, 0, 1)}
 COLUMNS = {"lse": zeros(HEADS, ROWS, dtype=F32)}
 
+NARROW_HEADS = HEAD_SCALES | operands(KEYS, dtype=E4M3)
+PAGED_TENSORS = {  # besides `PAGES_OF_2`, by the name of the entry
+    "": {},
+    ", mask": MASK,
+    ", scales": ALL_SCALES,
+    ", head scales": HEAD_SCALES | operands(PAGES, PAGE, dtype=E4M3),
+    ", NVFP4": nvfp4(PAGES, PAGE),
+}
+RAGGED_TENSORS_OF = PAGED_TENSORS | {", head scales": NARROW_HEADS, ", NVFP4": nvfp4(KEYS)}
+RAGGED_GRAPH = {name: ints(0, 0, 0) for name in RAGGED_BUFFERS}
+GRAPH_MASK = MASK | {"mask_indptr_buf": ints(0, 0, 0)}
+BLOCKS_TENSORS = {"": {}, ", mask": {"packed_mask": zeros(8 + 16)}, ", head scales": NARROW_HEADS}
 BATCHES = {
-    "paged": batch(PAGES_OF_2, PAGED, plan_paged),
+    **{f"paged{of}": batch(PAGES_OF_2 | more, PAGED, plan_paged) for of, more in PAGED_TENSORS.items()},
     "paged, one cache": batch(without(PAGES_OF_2, "k", "v") | ONE_CACHE, PAGED, plan_paged),
-    "paged, mask": batch(PAGES_OF_2 | MASK, PAGED, plan_paged),
-    "paged, scales": batch(PAGES_OF_2 | ALL_SCALES, PAGED, plan_paged),
-    "paged, head scales": batch(PAGES_OF_2 | operands(PAGES, PAGE, dtype=E4M3) | HEAD_SCALES, PAGED, plan_paged),
-    "paged, NVFP4": batch(PAGES_OF_2 | nvfp4(PAGES, PAGE), PAGED, plan_paged),
     "paged, lse by heads": batch(PAGES_OF_2 | COLUMNS, PAGED, plan_paged, lse_layout="HN", return_lse=True),
-    "paged, CUDA graph": batch(PAGES_OF_2 | GRAPH, PAGED, plan_paged, PREFILL_BUFFERS),
-    "paged, CUDA graph, mask": batch(
-        PAGES_OF_2 | GRAPH | MASK | {"mask_indptr_buf": ints(0, 0, 0)},
-        PAGED,
-        plan_paged,
-        PREFILL_BUFFERS | MASK_BUFFERS,
-    ),
+    "paged, CUDA graph": batch(PAGES_OF_2 | GRAPH, PAGED, plan_paged, PAGED_BUFFERS),
+    "paged, CUDA graph, mask": batch(PAGES_OF_2 | GRAPH | GRAPH_MASK, PAGED, plan_paged, PAGED_BUFFERS | MASK_BUFFERS),
     "paged with ranges": batch(
-        PAGES_OF_2 | SINKS | {"bidirectional_ranges": torch.zeros(ROWS, 2, dtype=I32)}, ranges_wrapper, plan_paged
+        PAGES_OF_2 | SINKS | {"bidirectional_ranges": torch.zeros(ROWS, 2, dtype=I32)}, RANGES, plan_paged
     ),
-    "paged with sinks": batch(PAGES_OF_2 | SINKS, sink_wrapper, plan_paged),
+    "paged with sinks": batch(PAGES_OF_2 | SINKS, WITH_SINKS, plan_paged),
     "mixed": batch(PAGES_OF_2 | scales("k_scale", "v_scale"), mixed_wrapper, plan_mixed)._replace(emulated=False),
-    "ragged": batch(ROWS_OF_2, RAGGED, plan_ragged, paged=False),
-    "ragged, mask": batch(ROWS_OF_2 | MASK, RAGGED, plan_ragged, paged=False),
-    "ragged, scales": batch(ROWS_OF_2 | ALL_SCALES, RAGGED, plan_ragged, paged=False),
-    "ragged, head scales": batch(
-        ROWS_OF_2 | operands(KEYS, dtype=E4M3) | HEAD_SCALES, RAGGED, plan_ragged, paged=False
+    **{f"ragged{of}": batch_of_rows(ROWS_OF_2 | more, RAGGED, plan_ragged) for of, more in RAGGED_TENSORS_OF.items()},
+    "ragged, CUDA graph": batch_of_rows(ROWS_OF_2 | RAGGED_GRAPH, RAGGED, plan_ragged, RAGGED_BUFFERS),
+    "ragged, CUDA graph, mask": batch_of_rows(
+        ROWS_OF_2 | RAGGED_GRAPH | GRAPH_MASK, RAGGED, plan_ragged, RAGGED_BUFFERS | MASK_BUFFERS
     ),
-    "ragged, NVFP4": batch(ROWS_OF_2 | nvfp4(KEYS), RAGGED, plan_ragged, paged=False),
-    "ragged, CUDA graph": batch(
-        ROWS_OF_2 | {name: ints(0, 0, 0) for name in RAGGED_BUFFERS}, RAGGED, plan_ragged, RAGGED_BUFFERS, paged=False
-    ),
-    "ragged, CUDA graph, mask": batch(
-        ROWS_OF_2 | MASK | {name: ints(0, 0, 0) for name in (*RAGGED_BUFFERS, "mask_indptr_buf")},
-        RAGGED,
-        plan_ragged,
-        RAGGED_BUFFERS | MASK_BUFFERS,
-        paged=False,
-    ),
-    "decode": batch(STEP, STEPS, plan_decode),
-    "decode, scales": batch(STEP | ALL_SCALES, STEPS, plan_decode),
-    "decode, NVFP4": batch(STEP | nvfp4(PAGES, PAGE), STEPS, plan_decode),
+    **{f"decode{of}": batch(STEP | PAGED_TENSORS[of], STEPS, plan_decode) for of in ("", ", scales", ", NVFP4")},
     "decode, CUDA graph": batch(GRAPHED_STEP, STEPS, plan_decode, DECODE_BUFFERS),
     "decode, CUDA graph's own wrapper": batch(GRAPHED_STEP, graphed_decode, plan_decode, DECODE_BUFFERS)._replace(
         emulated=False
     ),
-    "blocks": batch(BLOCKS_OF_2, BLOCKS, plan_blocks, paged=False),
-    "blocks, mask": batch(BLOCKS_OF_2 | {"packed_mask": zeros(8 + 16)}, BLOCKS, plan_blocks, paged=False),
-    "blocks, head scales": batch(
-        BLOCKS_OF_2 | operands(KEYS, dtype=E4M3) | HEAD_SCALES, BLOCKS, plan_blocks, paged=False
-    ),
-    "variable blocks": batch(by_heads(HEADS), VARIABLE_BLOCKS, plan_variable, paged=False),
-    "variable blocks, grouped": batch(by_heads(KV_HEADS), VARIABLE_BLOCKS, plan_variable, paged=False),
+    **{f"blocks{of}": batch_of_rows(BLOCKS_OF_2 | more, BLOCKS, plan_blocks) for of, more in BLOCKS_TENSORS.items()},
+    "variable blocks": batch_of_rows(by_heads(HEADS), VARIABLE, plan_variable),
+    "variable blocks, grouped": batch_of_rows(by_heads(KV_HEADS), VARIABLE, plan_variable),
 }
 
 # ---- batches without a plan

@@ -103,9 +103,7 @@ WITHOUT_LSE = ("mixed", *PREFIXES, "trtllm fmha, pages", "trtllm ragged", "xqa, 
 def called(name: str, device: str, method: str, changes: Changes) -> Results:
     """Return new results of a call, lse too where it may be asked for."""
     entry = {**ENTRIES, **PREFIXES}[ENTRY_OF[name]]
-    given: dict[str, Any] = {n: x.to(device, copy=True) for n, x in entry.tensors.items() if n not in ("out", "lse")}
-    if "kv_len_arr" in given:
-        given["kv_len_arr"] = entry.tensors["kv_len_arr"]  # a plan's lengths are on the host
+    given = entry.on(device, ("out", "lse"))
     call = entry.begin(given, "auto", {method: changes})
     if method == "forward" and isinstance(call, Planned):
         call = call._replace(method="forward_return_lse" if hasattr(call.made, "forward_return_lse") else "forward")

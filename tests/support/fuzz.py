@@ -27,6 +27,7 @@ from tests.support.batch_case import (
     run_arguments,
     wrapper,
 )
+from tests.support.case import shifted
 
 EXPECTED = (ArgumentError, ArgumentTypeError, NotSupported)
 
@@ -154,7 +155,7 @@ def _changed(x: torch.Tensor, rng: random.Random) -> Any:
             lambda: x.shape,
             lambda: x.tolist(),
             lambda: "tensor",
-            lambda: _misaligned(x),
+            lambda: shifted(x),
             lambda: x.float().requires_grad_().to(x.dtype) if x.dtype.itemsize == 2 else x,
             lambda: x.expand(2, *x.shape)[0],
         )
@@ -163,14 +164,6 @@ def _changed(x: torch.Tensor, rng: random.Random) -> Any:
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
-
-
-def _misaligned(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, one element after an aligned address."""
-    whole = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
-    view = whole[1:].view(x.shape)
-    view.view(torch.uint8).copy_(_bytes(x))
-    return view
 
 
 def _form(call: Call, rng: random.Random) -> None:
@@ -191,32 +184,19 @@ VALUES: tuple[Any, ...] = (
     *("", "NONE", "ALIBI", "float16", "bfloat16", "float32", "uint8", "float8_e4m3fn", "NHD", "auto", "fa2", "x"),
     *(torch.float16, torch.bfloat16, torch.float32, torch.int32, (1, 2), [3], {}, object()),
 )
-PLAN_OPTIONS = (
-    *("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim", "head_dim_vo", "page_size", "q_data_type"),
-    *("kv_data_type", "o_data_type", "causal", "pos_encoding_mode", "use_fp16_qk_reduction", "sm_scale"),
-    *("window_left", "logits_soft_cap", "rope_scale", "rope_theta", "non_blocking", "fixed_split_size"),
-    *("disable_split_kv", "q_len_per_req", "lse_base", "seq_lens", "max_sequence_kv", "prefix_len_ptr"),
-    *("window_right", "data_type", "v_indptr", "token_pos_in_items_len", "block_tables"),
-    *("custom_mask", "packed_custom_mask"),
-)
-RUN_OPTIONS = (
-    *("q_scale", "k_scale", "v_scale", "return_lse", "enable_pdl", "window_left", "sinks", "out", "lse"),
-    *("kv_cache_sf", "o_scale", "skip_softmax_threshold_scale_factor", "use_fp16_softmax"),
-)
+MASKS = tuple(torch.ones(n, dtype=dtype) for n in (0, 7, 64, 369, 381) for dtype in (torch.bool, torch.uint8))
+SCALARS = tuple(torch.zeros(n, device=d) for n in (0, 1, 2, 4, 8) for d in ("cpu", "meta"))
+TENSORS = {"self", "q", "k", "v", "paged_kv_cache", "args", *BOUNDS, *LAST, *PAGES}
 
 
-def _plan_option(call: Call, rng: random.Random) -> None:
-    kind = type(wrapper(call.case, "cpu"))
-    accepted = [name for name in PLAN_OPTIONS if name in inspect.signature(kind.plan).parameters]
-    masks = [torch.ones(n, dtype=dtype) for n in (0, 7, 64, 369, 381) for dtype in (torch.bool, torch.uint8)]
-    call.plan[rng.choice(accepted)] = rng.choice((*VALUES, *masks))
+def _option(method: str, values: tuple[Any, ...]) -> Callable[[Call, random.Random], None]:
+    """Another value of a keyword of a wrapper's method."""
 
+    def apply(call: Call, rng: random.Random) -> None:
+        accepted = inspect.signature(getattr(type(wrapper(call.case, "cpu")), method)).parameters
+        getattr(call, method)[rng.choice([name for name in accepted if name not in TENSORS])] = rng.choice(values)
 
-def _run_option(call: Call, rng: random.Random) -> None:
-    kind = type(wrapper(call.case, "cpu"))
-    accepted = [name for name in RUN_OPTIONS if name in inspect.signature(kind.run).parameters]
-    tensors = [torch.zeros(n, device=d) for n in (0, 1, 2, 4, 8) for d in ("cpu", "meta")]
-    call.run[rng.choice(accepted)] = rng.choice((*VALUES, *tensors))
+    return apply
 
 
 def _make_option(call: Call, rng: random.Random) -> None:
@@ -245,8 +225,8 @@ CORRUPTIONS = (
     *(Corruption("last page", _number(LAST)),) * 2,
     *(Corruption("page numbers", _number(PAGES)),) * 3,
     *(Corruption("form of a tensor", _form),) * 7,
-    *(Corruption("option of plan", _plan_option),) * 3,
-    *(Corruption("option of run", _run_option),) * 2,
+    *(Corruption("option of plan", _option("plan", (*VALUES, *MASKS))),) * 3,
+    *(Corruption("option of run", _option("run", (*VALUES, *SCALARS))),) * 2,
     Corruption("option of the constructor", _make_option),
     Corruption("outputs", _buffers),
     Corruption("layout", _swap),

@@ -37,14 +37,16 @@ def read_package(folder: Path) -> dict[str, Source]:
     return found
 
 
-def imports(sources: Mapping[str, Source]) -> list[Import]:
-    """Imports among `sources`: at any depth of the code, for types only, or by a name in a string."""
-    found = set()
+def imports(sources: Mapping[str, Source], among: Mapping[str, Source] | None = None) -> list[Import]:
+    """What `sources` import of each other, or of the modules `among`: at any depth of the code, for types only, or by a
+    name in a string.
+    """
+    found, known = set(), among or sources
     for module, source in sources.items():
         package = module if source.path.endswith("__init__.py") else module.rpartition(".")[0]
         for node in ast.walk(ast.parse(source.text)):
-            for name in _named(node, package, sources):
-                target = _existing(name, sources)
+            for name in _named(node, package, known):
+                target = _existing(name, known)
                 if target is not None:
                     found.add(Import(module, target, source.path, getattr(node, "lineno", 0)))
     return sorted(found, key=lambda each: (each.path, each.line, each.imported))

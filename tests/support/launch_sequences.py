@@ -13,6 +13,7 @@ import cute_attn
 from tests.support.batch_case import BatchCase, wrapper
 from tests.support.graphs import graph_wrapper
 from tests.support.launch_corpus import Recorder, Script
+from tests.support.paged_cache import ends
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 16
 WORKSPACE_BYTES = 32 << 20
@@ -99,18 +100,16 @@ class Batch:
     def plan(self, qo_lens: Sequence[int], kv_lens: Sequence[int], **options: Any) -> None:
         self.plans += 1
         label = f"plan {self.plans}"
-        qo = ints(0, *torch.tensor(qo_lens).cumsum(0).tolist())
+        qo, options = ends(qo_lens), {"q_data_type": torch.bfloat16, **options}
         if self.kind == "ragged":
-            kv = ints(0, *torch.tensor(kv_lens).cumsum(0).tolist())
-            self.rec.call(label, self.made.plan, qo, kv, HEADS, KV_HEADS, DIM, q_data_type=torch.bfloat16, **options)
+            self.rec.call(label, self.made.plan, qo, ends(kv_lens), HEADS, KV_HEADS, DIM, **options)
             return
         pages = [-(-n // PAGE) for n in kv_lens]
-        indptr = ints(0, *torch.tensor(pages).cumsum(0).tolist())
         indices = self.rec.named(f"pages of {label}", torch.arange(sum(pages), dtype=torch.int32))
         last = ints(*[(n - 1) % PAGE + 1 for n in kv_lens])
-        given = (indptr, indices, last, HEADS, KV_HEADS, DIM, PAGE)
+        given = (ends(pages), indices, last, HEADS, KV_HEADS, DIM, PAGE)
         given = given if self.kind == "decode" else (qo, *given)
-        self.rec.call(label, self.made.plan, *given, q_data_type=torch.bfloat16, **options)
+        self.rec.call(label, self.made.plan, *given, **options)
 
     def run(self, label: str, rows: int, keys: int, heads: int = HEADS, method: str = "run", **options: Any) -> None:
         label = f"{label} under plan {self.plans}"

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from tests.support.batch_case import DTYPES, random_options
 from tests.support.case import BatchCase
 
 
@@ -38,9 +39,7 @@ ALIBI: dict[str, Any] = {"pos_encoding_mode": "ALIBI"}
 DIMS: tuple[int | tuple[int, int], ...] = (64, 80, 96, 112, 128, 256, (192, 128))
 DECODE_DIMS = (64, 80, 96, 112, 128, 256)
 OTHER_DIMS: tuple[int | tuple[int, int], ...] = (512, 160, 144, 48, (128, 64), (64, 128), (192, 192))
-DTYPES = ("float16", "bfloat16")
 STORAGES = ("dense", "packed_qkv", "padded", "odd", "transposed", "expanded")
-LAYOUTS = ("NHD", "HND")
 
 SMALL: tuple[BatchCase, ...] = (
     # head dims
@@ -174,25 +173,8 @@ def random_case(seed: int, max_len: int = 1500) -> BatchCase:
         return rng.choice((rng.randint(1, 130), rng.randint(1, max_len), 64 * rng.randint(1, max(1, max_len // 64))))
 
     num_kv_heads = rng.choice((1, 2, 3, 4))
-    pos_encoding_mode = rng.choice(("NONE", "NONE", "ROPE_LLAMA", "ALIBI"))
-    cap = rng.choice((0.0, 0.0, 3.0 if pos_encoding_mode == "ALIBI" else 30.0))
-    common: dict[str, Any] = {
-        "heads": (num_kv_heads * rng.randint(1, 8), num_kv_heads),
-        "dtype": rng.choice(DTYPES),
-        "kv_layout": rng.choice(LAYOUTS),
-        "window_left": rng.choice((-1, -1, rng.randint(0, max_len))),
-        "logits_soft_cap": cap,
-        "pos_encoding_mode": pos_encoding_mode,
-        "rope_theta": rng.choice((1e4, 5e5)),
-        "rope_scale": rng.choice((1.0, 4.0)),
-        "sm_scale": rng.choice((None, None, rng.uniform(-0.05, 0.08))),
-        "k_scale": rng.choice((None, rng.uniform(0.5, 1.2))),
-        "v_scale": rng.choice((None, rng.uniform(0.7, 1.3))),
-        "tensor_scales": rng.random() < 0.3,
-        "storage": rng.choice(STORAGES),
-        "return_lse": rng.random() < 0.8,
-        "seed": seed,
-    }
+    heads, storage = (num_kv_heads * rng.randint(1, 8), num_kv_heads), rng.choice(STORAGES)
+    common: dict[str, Any] = {**random_options(rng, max_len), "heads": heads, "storage": storage, "seed": seed}
     if rng.random() < 0.3:
         return decode(length(), dim=rng.choice(DECODE_DIMS), **common)
     mask = rng.choice(("none", "causal", "causal", "custom", "packed"))

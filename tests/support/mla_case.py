@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 import cute_attn
 from cute_attn import flash_mla
-from tests.support.dense_attention import attention, seen
+from tests.support.dense_attention import attention, batch_attention, seen
+from tests.support.paged_cache import Pages, ends
 
 LATENT, ROPE, GROUP = 512, 64, 128
 Scales = tuple[float, float]
@@ -55,18 +55,11 @@ class MlaCase:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(self.dtype)
 
-        pages = [-(-kv // self.page_size) for kv in self.kv_lens]
-        order = torch.randperm(sum(pages) + 1, generator=generator).int()
-        cache = torch.full((len(order), self.page_size, self.columns), math.nan).to(self.dtype)
-        indptr = np.cumsum([0, *pages])
-        table = torch.full((len(pages), max(1, *pages)), -1, dtype=torch.int32)
-        for i, kv_len in enumerate(self.kv_lens):
-            own = order[indptr[i] : indptr[i + 1]]
-            table[i, : len(own)] = own
-            for j, page in enumerate(own.tolist()):
-                used = min(self.page_size, kv_len - j * self.page_size)
-                growth = 1 + (j * self.page_size + torch.arange(used)[:, None]) // 64 if self.rising else 1
-                cache[page, :used] = random(used, self.columns) * growth
+        pages = Pages(self.kv_lens, self.page_size, generator)
+        numbers = random(sum(self.kv_lens), self.columns)
+        if self.rising:
+            numbers *= torch.cat([1 + torch.arange(n) // 64 for n in self.kv_lens])[:, None]
+        cache = pages.scatter(numbers[:, None])[:, :, 0]
         if self.wide:
             self.made["kpe"] = cache[..., LATENT:].clone()
         if self.grouped:
@@ -77,11 +70,11 @@ class MlaCase:
         self.made.update(
             q=2 * random(sum(self.q_lens), self.heads, self.columns),
             cache=cache,
-            table=table,
-            indices=order[: sum(pages)].clone(),
-            kv_indptr=torch.tensor(indptr, dtype=torch.int32),
-            qo_indptr=torch.tensor(np.cumsum([0, *self.q_lens]), dtype=torch.int32),
-            seq_lens=torch.tensor(list(self.kv_lens), dtype=torch.int32),
+            table=pages.tables(max(1, *map(len, pages.of_requests)), beyond=-1),
+            indices=pages.indices,
+            kv_indptr=pages.indptr,
+            qo_indptr=ends(self.q_lens),
+            seq_lens=pages.seq_lens,
         )
         if self.sinks:
             self.made["sinks"] = torch.randn(self.heads, generator=generator)
@@ -180,14 +173,12 @@ class MlaCase:
 
     def expected(self, scales: Scales = ONE) -> tuple[torch.Tensor, torch.Tensor]:
         """Out and base-2 lse in fp64, row by row. `scales`: factors of latent and of rotated columns of the cache."""
-        cache, results, row = self.keys(scales), [], 0
-        for table, q_len, kv_len in zip(self.table.cpu(), self.q_lens, self.kv_lens, strict=True):
-            keys = cache[table.clamp(min=0).long()].flatten(0, 1)[:kv_len, None]
-            kept, sinks = seen(q_len, kv_len, self.causal), self.made.get("sinks")
-            results.append(attention(self.q[row : row + q_len], keys, keys[..., :LATENT], kept, SCALE, sinks=sinks))
-            row += q_len
-        out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
-        return out, lse
+        cache = self.keys(scales)[:, :, None]
+        pairs = zip(self.table.cpu().clamp(min=0).long(), self.kv_lens, strict=True)
+        keys = [cache[own].flatten(0, 1)[:n] for own, n in pairs]
+        kept = [seen(*lens, self.causal) for lens in zip(self.q_lens, self.kv_lens, strict=True)]
+        requests = zip(self.q.split(self.q_lens), keys, (k[..., :LATENT] for k in keys), kept, strict=True)
+        return batch_attention(requests, SCALE, sinks=self.made.get("sinks"))
 
     def check(self, found: tuple[torch.Tensor, torch.Tensor], scales: Scales = ONE) -> None:
         """Compare a result with the formula, within the rounding of P and of the output."""

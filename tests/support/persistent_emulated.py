@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-import torch
-
-from cute_attn.dispatch import capabilities, select
+from cute_attn.dispatch import capabilities
 from cute_attn.emulator import Schedule
 from cute_attn.emulator.settings import Emulation
-from cute_attn.problem import Features
 from cute_attn.runtime.arch import Arch, named
-from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
-from tests.support.matrix import BF16, CAUSAL, CUSTOM, HND, PACKED, prefill
-from tests.support.right import AnyCase, emulate, families
+from tests.support.batch_case import BatchCase, dims, heads, paged, ragged, refusals
+from tests.support.matrix import BF16, CAUSAL, CUSTOM, E4M3, HND, PACKED, prefill
+from tests.support.right import emulate, families
 from tests.support.schedules import ALL_SCHEDULES
-
-CUDA = torch.device("cuda")
 
 
 class Target(NamedTuple):
@@ -29,8 +27,8 @@ class Target(NamedTuple):
     schedules: tuple[Schedule, ...]
     recomputes: str
 
-    def takes(self, features: Features) -> bool:
-        return not select.reasons_against(capabilities.BY_NAME[self.kernels], features, named(self.arch))
+    def takes(self, problem: BatchCase) -> bool:
+        return not refusals(problem, self.kernels, named(self.arch))
 
     @property
     def on(self) -> tuple[str, str]:
@@ -78,6 +76,40 @@ GATHERED: tuple[BatchCase, ...] = (
 )
 
 
+# The test matrices with 8-bit keys and values under 16-bit q, as far as these kernels support them.
+KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+OF_8_BITS = tuple(target for target in TARGETS if target.takes(prefill(70, 70, (1, 1), 128, **E4M3)))
+
+
+def of_8_bits(problems: Iterable[BatchCase]) -> list[BatchCase]:
+    wide = [x for x in problems if x.kv_dtype is None and x.storage != "packed_qkv" and x.kind != "decode"]
+    made = [dataclasses.replace(x, kv_dtype=dtype) for x, dtype in zip(wide, itertools.cycle(KV_DTYPES), strict=False)]
+    return [x for x in made if all(target.takes(x) for target in OF_8_BITS)]
+
+
+# Batches whose keys the transform warps of fa3 prepare: NVFP4 widened, 16-bit keys rotated.
+NVFP4: dict[str, Any] = {"kv_dtype": "nvfp4"}
+ROPE: dict[str, Any] = {"pos_encoding_mode": "ROPE_LLAMA", "rope_theta": 5e5, "rope_scale": 4.0}
+# The first: several kv tiles in boxes of 16 tokens, an empty request, rows past the end.
+_TRANSFORMED = (
+    paged((70, 0, 9), (150, 20, 260), page_size=16, mask="causal", **BF16, **dims(128), **heads(2, 1)),
+    paged((70, 9), (100, 140), page_size=3, mask="packed", sinks=True, o_dtype="float32", seed=39),
+    paged((70,), (140,), page_size=7, kv_layout="HND", cache="strided", seed=29, **BF16, **dims(256), **heads(1, 1)),
+    paged((70,), (140,), page_size=64, window_left=30, **dims(192, 128)),
+    ragged((3, 20), (300, 60), fixed_split_size=128, v_scale=0.5, **heads(2, 1)),
+    ragged((70, 9), (100, 140), mask="causal", cache="strided", **dims(80), **heads(1, 1)),
+)
+
+
+def transformed(changes: dict[str, Any]) -> list[BatchCase]:
+    """The batches that fa3 takes with these changes."""
+    made = [dataclasses.replace(batch, **changes) for batch in _TRANSFORMED]
+    return [batch for batch in made if FA3.takes(batch)]
+
+
+NVFP4_BATCHES, ROPE_BATCHES = transformed(NVFP4), transformed(ROPE)
+
+
 def name(value: object) -> str:
     if isinstance(value, Target):
         return value.kernels
@@ -86,8 +118,8 @@ def name(value: object) -> str:
     return value.kind if isinstance(value, Schedule) else str(getattr(value, "id", value))
 
 
-def solve_on(target: Target, problem: AnyCase, schedule: Schedule, sms: int | None = None) -> Emulation:
-    """Run a case on the target's GPU and compare with the reference."""
+def solve_on(target: Target, problem: BatchCase, schedule: Schedule, sms: int | None = None) -> Emulation:
+    """Run a case on the target's GPU and compare."""
     return emulate(problem, target.arch, target.kernels, schedule, sms)
 
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
 from cute_attn.request.bit_packing import packbits
 from tests.support.case import BatchCase
+from tests.support.paged_cache import blank
 
 GUARD = 4096  # poisoned elements before and after every tensor
-
-
-def blank(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Poison: NaN, and the largest code in bytes that encode numbers."""
-    if dtype == torch.uint8:
-        return torch.full(shape, 0xFF, dtype=dtype)
-    return torch.full(shape, math.nan, dtype=torch.float32).to(dtype)
 
 
 def placed(case: BatchCase, values: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

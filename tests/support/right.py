@@ -9,12 +9,11 @@ import torch
 
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
-from tests.support import batch_case, fp8_case
+from tests.support import batch_case
 from tests.support.batch_case import BatchCase, BatchInputs
 from tests.support.case import poisoned_memory
-from tests.support.fp8_case import Fp8Case
+from tests.support.formula import check
 
-AnyCase = BatchCase | Fp8Case
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -56,15 +55,12 @@ def planned(case: BatchCase, device: str = "cpu", **arguments: Any) -> tuple[Any
 
 def assert_right(problem: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Fail with the case, and with what of its result is wrong first."""
-    result = batch_case.check(problem, inputs, out, lse)
-    assert result.ok, f"{problem}: {result.detail}"
+    wrong = check(problem, inputs, out, lse)
+    assert not wrong, f"{problem}: {wrong}"
 
 
-def assert_solved(problem: AnyCase, device: torch.device | str = "cpu", *, backend: str, **arguments: Any) -> None:
-    if isinstance(problem, Fp8Case):
-        fp8_case.solve(problem, backend, device)
-    else:
-        Solver(problem, device, backend=backend, **arguments).assert_right()
+def assert_solved(problem: BatchCase, device: torch.device | str = "cpu", *, backend: str, **arguments: Any) -> None:
+    Solver(problem, device, backend=backend, **arguments).assert_right()
 
 
 def assert_planned_right(batch: BatchCase, wrapper: Any) -> Pair:
@@ -90,7 +86,7 @@ def assert_solved_again(problem: BatchCase, backend: str, device: str = "cuda") 
 
 
 def emulate(
-    problem: AnyCase,
+    problem: BatchCase,
     arch: str,
     kernels: str = "auto",
     schedule: Schedule | None = None,

@@ -60,7 +60,7 @@ class Server:
         self.tokens = Tokens(Batch(**lengths, **formats, seed=seed), device)
         self.slots = torch.full((8, MAX_CONTEXT), -1, dtype=torch.int32)
         self.requests = torch.tensor([5, 2, 7][: len(kv_lens)], device=device)
-        for request, slots in zip(self.requests.tolist(), self.tokens.slots, strict=True):
+        for request, slots in zip(self.requests.tolist(), self.tokens.pages.slots, strict=True):
             self.slots[request, : len(slots)] = slots.int()
         self.slots, self.q, self.seq_lens = self.slots.to(device), self.tokens.q, self.tokens.seq_lens.long()
         self.cache = self.tokens.caches()

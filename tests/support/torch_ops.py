@@ -78,10 +78,7 @@ def of(entry: Entry, new_results: bool = False, **options: Any) -> Case:
     """
 
     def make(device: str) -> Call:
-        left_out = ("out", "lse") if new_results else ()
-        given = {name: x.to(device, copy=True) for name, x in entry.tensors.items() if name not in left_out}
-        if "kv_len_arr" in given:
-            given["kv_len_arr"] = entry.tensors["kv_len_arr"]  # a plan's lengths are on the host
+        given = entry.on(device, ("out", "lse") if new_results else ())
         for x in given.values():
             if x.is_floating_point() and not x.cpu().any():  # torch on a GPU knows no `any` of fp8
                 x.fill_(7.0)
@@ -125,11 +122,7 @@ def single_prefill_by_position(device: str) -> Call:
 @case
 def sink_run(device: str) -> Call:
     call = of(ENTRIES["paged with sinks"], True)(device)
-    run = (
-        ENTRIES["paged with sinks"]
-        .begin({name: x.to(device) for name, x in ENTRIES["paged with sinks"].tensors.items()})
-        .made.run
-    )
+    run = ENTRIES["paged with sinks"].begin(ENTRIES["paged with sinks"].on(device)).made.run
     return Call(lambda q, k, v, sinks: run(q, (k, v), sinks, 0.2), call.tensors, call.names)
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 
-from tests.support.batch_case import NO_PAGE, WORKSPACE, BatchCase, BatchInputs, make
+from tests.support.batch_case import WORKSPACE, BatchCase, BatchInputs, make
+from tests.support.paged_cache import ends, ints
 
 
 def lengths(case: BatchCase, device: str) -> dict[str, Any]:
     """Lengths as engines pass them, on the device."""
-    bounds = {
-        name: torch.tensor([0, *values], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-        for name, values in (("cum_seq_lens_q", case.qo_lens), ("cum_seq_lens_kv", case.kv_lens))
-    }
-    return bounds | {
-        "seq_lens": torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
+    return {
+        "cum_seq_lens_q": ends(case.qo_lens).to(device),
+        "cum_seq_lens_kv": ends(case.kv_lens).to(device),
+        "seq_lens": ints(case.kv_lens).to(device),
         "max_q_len": max(case.qo_lens, default=0),
         "max_kv_len": max(case.kv_lens, default=0),
         "batch_size": len(case.qo_lens),
@@ -34,16 +32,6 @@ def numbers(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:
     return {"bmm1_scale": scales[0], "bmm2_scale": scales[1], "sinks": inputs.sinks, "window_left": case.window_left}
 
 
-def tables(case: BatchCase, inputs: BatchInputs) -> torch.Tensor:
-    """The page table, which has no pages beyond those of a request's keys."""
-    starts = inputs.kv_indptr.tolist()
-    counts = [end - start for start, end in itertools.pairwise(starts)]
-    table = torch.full((len(counts), max([*counts, 1]) + 1), NO_PAGE, dtype=torch.int32)
-    for i, (start, count) in enumerate(zip(starts, counts, strict=False)):
-        table[i, :count] = inputs.kv_indices[start : start + count].int()
-    return table.to(inputs.q.device)
-
-
 def workspace(device: str) -> torch.Tensor:
     return torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
 
@@ -55,7 +43,7 @@ def context_arguments(case: BatchCase, device: str = "cpu") -> tuple[BatchInputs
         "query": inputs.q,
         "kv_cache": inputs.kv[0],
         "workspace_buffer": workspace(device),
-        "block_tables": tables(case, inputs),
+        "block_tables": inputs.tables,
         "kv_layout": case.kv_layout,
         "causal": case.mask == "causal",
         "return_lse": case.return_lse,

@@ -58,8 +58,17 @@ def reasons(backend: Any, capability: DeviceCapability = HOPPER, **changes: Any)
     return found
 
 
+def check_reasons(backend: Any, taken: Any, refused: Any, **common: Any) -> None:
+    """Check which configurations are taken, and words of the reasons why others are not."""
+    for changes in taken:
+        assert reasons(backend, **common, **changes) == [], changes
+    for changes, words in refused:
+        found = reasons(backend, **{**common, **changes})
+        assert any(words in reason for reason in found), (changes, found)
+
+
 def check_validation(backend: Any) -> None:
-    for taken in (
+    taken = (
         {},
         {"has_sink": True, "has_sliding_window": True, "kv_cache_dtype": "fp8"},
         {"kv_cache_dtype": "nvfp4", "dtype": torch.float16, "block_size": 64},
@@ -69,9 +78,8 @@ def check_validation(backend: Any) -> None:
         {"attn_type": "encoder_decoder"},
         {"use_non_causal": True},
         {"use_mm_prefix": True, "kv_cache_dtype": "fp8"},
-    ):
-        assert reasons(backend, **taken) == [], taken
-    for refused, words in (
+    )
+    refused = (
         ({"use_mla": True}, "MLA"),
         ({"use_sparse": True}, "sparse"),
         ({"dtype": torch.float32}, "dtype"),
@@ -83,9 +91,8 @@ def check_validation(backend: Any) -> None:
         ({"use_adaptive_verification": True}, "query lens mismatch"),
         ({"head_size": 320}, "other head dimensions"),
         ({"block_size": 8}, "block_size"),
-    ):
-        found = reasons(backend, **refused)
-        assert any(words in reason for reason in found), (refused, found)
+    )
+    check_reasons(backend, taken, refused)
     assert any("7.5 is not supported" in reason for reason in reasons(backend, DeviceCapability(7, 5)))
 
 
@@ -104,10 +111,8 @@ def check_latent() -> None:
     check_signatures(prefill, MLAPrefillBackend)
     assert prefill.supports_compute_capability(HOPPER)
     assert not prefill.supports_compute_capability(None)
-    latent = {"head_size": 576, "use_mla": True}
-    for taken in ({}, {"kv_cache_dtype": "fp8"}, {"use_dcp": True, "dtype": torch.float16}, {"block_size": 32}):
-        assert reasons(backend, **latent, **taken) == [], taken
-    for refused, words in (
+    taken = {}, {"kv_cache_dtype": "fp8"}, {"use_dcp": True, "dtype": torch.float16}, {"block_size": 32}
+    refused = (
         ({"use_mla": False}, "non-MLA"),
         ({"use_sparse": True}, "sparse"),
         ({"use_pcp": True}, "PCP"),
@@ -118,9 +123,8 @@ def check_latent() -> None:
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "float16"}, "must have the model's dtype"),
         ({"head_size": 320}, "head_size"),
-    ):
-        found = reasons(backend, **{**latent, **refused})
-        assert any(words in reason for reason in found), (refused, found)
+    )
+    check_reasons(backend, taken, refused, head_size=576, use_mla=True)
     assert backend.get_preferred_block_size(16) == 64
 
 

@@ -7,15 +7,9 @@ import itertools
 import random
 from collections.abc import Iterator
 
-import torch
-
-from cute_attn.dispatch import capabilities, select
 from cute_attn.runtime.arch import named
 from tests.support import batch_case
 from tests.support.batch_case import E4M3, E5M2, BatchCase, decode, dims, heads
-
-CUDA = torch.device("cuda")
-XQA = capabilities.BY_NAME["xqa"]
 
 CASES = (
     decode((65, 12, 0), kv_dtype=E4M3, lse_base="ln", **heads(4, 1)),
@@ -43,7 +37,7 @@ GRAPHED = (
 
 def is_taken(problem: BatchCase) -> bool:
     """Does XQA take this request, or this batch?"""
-    return not select.reasons_against(XQA, batch_case.features(problem, CUDA), named("sm_90a"))
+    return not batch_case.refusals(problem, "xqa", named("sm_90a"))
 
 
 SMALL = [*(batch for batch in batch_case.SMALL if batch.kind == "decode" and is_taken(batch)), *CASES]

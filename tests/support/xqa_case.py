@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
-from tests.support.dense_attention import attention, nvfp4_values, seen
+from tests.support.dense_attention import batch_attention, nvfp4_values, seen
+from tests.support.paged_cache import Pages, Stored, ends, stacked, store
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -22,8 +24,6 @@ DTYPES = {
     "e5m2": torch.float8_e5m2,
     "nvfp4": torch.uint8,
 }
-NAN_BITS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00, torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F}
-NO_PAGE = 0x3FFFFFFF
 WORKSPACE_BYTES = 48 << 20
 
 # Relative to the norm of the output: rounding of the output itself, and of P to 16 bits.
@@ -75,26 +75,31 @@ class Built:
     values: list[torch.Tensor]
     query: torch.Tensor
     mask_bits: torch.Tensor | None  # [num_tokens, q_len] bool
-    sinks: torch.Tensor | None
 
     def oracle(self) -> tuple[torch.Tensor, torch.Tensor]:
         """out and base-2 lse in fp64, request by request."""
-        case, row = self.case, 0
-        o = torch.zeros(sum(case.qo_lens), case.heads[0], case.head_dim, dtype=torch.float64)
-        lse = o.new_zeros(o.shape[:2])
-        for qo_len, keys, values in zip(case.qo_lens, self.keys, self.values, strict=True):
-            rows, row = slice(row, row + qo_len), row + qo_len
-            visible = self._visible(rows, qo_len, len(keys))
-            o[rows], lse[rows] = attention(self.query[rows], keys, values, visible, case.scale, sinks=self.sinks)
+        case, lens = self.case, list(self.case.qo_lens)
+        bits = [None] * len(lens) if self.mask_bits is None else self.mask_bits.split(lens)
+        kept = [self._visible(*request) for request in zip(bits, lens, map(len, self.keys), strict=True)]
+        requests = zip(self.query.split(lens), self.keys, self.values, kept, strict=True)
+        o, lse = batch_attention(requests, case.scale, sinks=self.arguments["sinks"])
         o *= case.bmm2_scale * case.o_scale
         return ((o / case.o_scale).clamp(-448, 448) if case.out == "e4m3" else o), lse
 
-    def _visible(self, rows: slice, qo_len: int, kv_len: int) -> torch.Tensor:
+    def _visible(self, bits: torch.Tensor | None, qo_len: int, kv_len: int) -> torch.Tensor:
         """A mask says which draft tokens are seen; a window restricts both."""
-        kept = seen(qo_len, kv_len, self.mask_bits is None, self.case.window_left)
-        if self.mask_bits is not None:
-            kept[:, max(kv_len - qo_len, 0) :] &= self.mask_bits[rows][:, max(qo_len - kv_len, 0) : qo_len]
+        kept = seen(qo_len, kv_len, bits is None, self.case.window_left)
+        if bits is not None:
+            kept[:, max(kv_len - qo_len, 0) :] &= bits[:, max(qo_len - kv_len, 0) : qo_len]
         return kept
+
+    def low_level(self, words: int = 4096, **changes: Any) -> dict[str, Any]:
+        """Arguments of `cute_attn.xqa`. `words`: 32-bit words of the workspace and of the semaphores, each."""
+        a, (k, v) = self.arguments, self.arguments["kv_cache"]
+        given = {"q": a["query"], "k_cache": k, "v_cache": v, "page_table": a["block_tables"]}
+        given |= {"seq_lens": a["seq_lens"], "output": torch.zeros_like(a["query"]), "num_kv_heads": 2, "page_size": 16}
+        given |= {"kv_layout": self.case.kv_layout, "workspace_buffer": torch.empty(words, device=k.device)}
+        return given | {"semaphores": torch.zeros(words, dtype=torch.uint32, device=k.device)} | changes
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None) -> str:
         """ "" if out and lse are right, else what is wrong."""
@@ -117,54 +122,36 @@ class Built:
 
 def build(case: XqaCase, device: str = "cpu") -> Built:
     generator = torch.Generator().manual_seed(case.seed)
-    counts = [-(-n // case.page_size) for n in case.seq_lens]
-    num_pages = sum(counts) + 3
-    order = torch.randperm(num_pages, generator=generator)
-    pages = [order[start : start + count] for start, count in zip(np.cumsum([0, *counts]), counts, strict=False)]
-    table = torch.full((len(counts), max([*counts, 1]) + 2), NO_PAGE, dtype=torch.int32)
-    for i, own in enumerate(pages):
-        table[i, : len(own)] = own.int()
-    dead = _unused(case, pages, num_pages)
-    k, k_sf, keys = _cache(case, pages, dead, generator)
-    v, v_sf, values = _cache(case, pages, dead, generator)
+    pages = Pages(case.seq_lens, case.page_size, generator)
+    k, v = _numbers(case, generator), _numbers(case, generator)
+
+    def cache(*sides: torch.Tensor) -> Any:
+        pair = [pages.scatter(side, case.kv_layout) for side in sides]
+        return stacked(*pair) if case.form == "tensor" else tuple(pair)
 
     num_tokens, q_dtype = sum(case.qo_lens), DTYPES[case.q]
     query = torch.randn(num_tokens, case.heads[0], case.head_dim, generator=generator).to(q_dtype)
-    sinks = torch.randn(case.heads[0], generator=generator) * 2 if case.sinks else None
     mask_bits = (torch.rand(num_tokens, case.q_len, generator=generator) < 0.6) if case.mask else None
     arguments: dict[str, Any] = {
         "query": query,
-        "kv_cache": _joined(case, k, v),
+        "kv_cache": cache(k.data, v.data),
         "workspace_buffer": torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8),
-        "block_tables": table,
-        "seq_lens": torch.tensor(case.seq_lens, dtype=torch.int32),
+        "block_tables": pages.tables(),
+        "seq_lens": pages.seq_lens,
         "max_seq_len": max([*case.seq_lens, 0]),
         "bmm1_scale": torch.tensor([case.scale]) if case.device_scales else case.scale,
         "bmm2_scale": torch.tensor([case.bmm2_scale]) if case.device_scales else case.bmm2_scale,
-        "window_left": case.window_left,
-        "sinks": sinks,
-        "kv_layout": case.kv_layout,
-        "enable_pdl": case.enable_pdl,
+        "sinks": torch.randn(case.heads[0], generator=generator) * 2 if case.sinks else None,
         "q_len_per_req": case.q_len,
-        "o_scale": case.o_scale,
         "mask": None if mask_bits is None else words(mask_bits),
-        "kv_cache_sf": None if k_sf is None else _joined(case, k_sf, v_sf),
-        "q_cu_seq_lens": None if case.q_lens is None else _bounds(case.q_lens),
+        "kv_cache_sf": None if k.scales is None or v.scales is None else cache(k.scales, v.scales),
+        "q_cu_seq_lens": None if case.q_lens is None else ends(case.q_lens),
         "out": None if case.out is None else torch.empty(query.shape, dtype=DTYPES[case.out]),
-        "return_lse": case.return_lse,
+        **{name: getattr(case, name) for name in ("window_left", "kv_layout", "enable_pdl", "o_scale", "return_lse")},
     }
-    moved = {name: _to(value, device) for name, value in arguments.items()}
-    return Built(case, moved, keys, values, query.double(), mask_bits, sinks)
-
-
-def _to(value: Any, device: str) -> Any:
-    if isinstance(value, tuple):
-        return tuple(x.to(device) for x in value)
-    return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def _bounds(lengths: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    moved = tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, arguments)
+    keys, values = ([*side.values.split(case.seq_lens)] for side in (k, v))
+    return Built(case, moved, keys, values, query.double(), mask_bits)
 
 
 def words(bits: torch.Tensor) -> torch.Tensor:
@@ -176,49 +163,17 @@ def words(bits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(octets.view(np.uint16).copy())
 
 
-def _unused(case: XqaCase, pages: list[torch.Tensor], num_pages: int) -> torch.Tensor:
-    dead = torch.ones(num_pages, case.page_size, dtype=torch.bool)
-    for own, kv_len in zip(pages, case.seq_lens, strict=True):
-        live = torch.arange(len(own) * case.page_size) < kv_len
-        dead[own] = ~live.reshape(len(own), case.page_size)
-    return dead
-
-
-def _cache(
-    case: XqaCase, pages: list[torch.Tensor], dead: torch.Tensor, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-    """K or V in the layout of the case, its block scales, and every request's rows in fp64."""
-    shape = (*dead.shape, case.heads[1])
-    scales = None
-    if case.kv == "nvfp4":
-        cache = torch.randint(0, 256, (*shape, case.head_dim // 2), generator=generator, dtype=torch.uint8)
-        codes = torch.randint(0x18, 0x40, (*shape, case.head_dim // 16), generator=generator, dtype=torch.uint8)
-        codes[torch.rand(codes.shape, generator=generator) < 0.05] = 0
-        codes[torch.rand(codes.shape, generator=generator) < 0.01] = 1
-        exact = nvfp4_values(cache, codes.view(torch.float8_e4m3fn))
-        codes[dead] = NAN_BITS[torch.float8_e4m3fn]
-        scales = codes.view(torch.float8_e4m3fn)
-    else:
-        dtype = DTYPES[case.kv]
-        cache = torch.randn(*shape, case.head_dim, generator=generator).to(dtype)
-        exact = cache.double()
-        bits = cache.view(torch.int16 if dtype.itemsize == 2 else torch.uint8)
-        bits[dead] = NAN_BITS[dtype]
-    rows = [exact[own].reshape(-1, *exact.shape[2:])[:n] for own, n in zip(pages, case.seq_lens, strict=True)]
-    return cache, scales, rows
-
-
-def _joined(case: XqaCase, k: torch.Tensor, v: torch.Tensor) -> Any:
-    """The two caches in the form and layout of the case."""
-    if case.kv_layout == "HND":
-        k, v = (_bits(x).transpose(1, 2).contiguous().view(x.dtype) for x in (k, v))
-    if case.form == "tensor":
-        return torch.stack((_bits(k), _bits(v)), dim=1).view(k.dtype)
-    return k, v
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.uint8) if x.element_size() == 1 else x
+def _numbers(case: XqaCase, generator: torch.Generator) -> Stored:
+    """K or V of all tokens. Block scales of NVFP4 are 0 and subnormal, too."""
+    shape = sum(case.seq_lens), case.heads[1]
+    if case.kv != "nvfp4":
+        return store(torch.randn(*shape, case.head_dim, generator=generator), DTYPES[case.kv])
+    data = torch.randint(0, 256, (*shape, case.head_dim // 2), generator=generator, dtype=torch.uint8)
+    codes = torch.randint(0x18, 0x40, (*shape, case.head_dim // 16), generator=generator, dtype=torch.uint8)
+    codes[torch.rand(codes.shape, generator=generator) < 0.05] = 0
+    codes[torch.rand(codes.shape, generator=generator) < 0.01] = 1
+    scales = codes.view(torch.float8_e4m3fn)
+    return Stored(data, scales, nvfp4_values(data, scales))
 
 
 def random_case(seed: int, *, longest: int = 900) -> XqaCase:

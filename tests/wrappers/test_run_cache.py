@@ -14,7 +14,7 @@ from cute_attn.emulator.settings import using
 from cute_attn.kernels.host import gpu as gpus
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.request import batch_run
-from tests.support.batch_case import BatchCase, call, check, heads, make, paged, plan_arguments
+from tests.support.batch_case import BatchCase, call, heads, make, paged, plan_arguments
 from tests.support.formula import assert_batch_right
 from tests.support.launch_corpus import driver
 from tests.support.noted import noted
@@ -51,7 +51,7 @@ def test_sinks_are_checked_in_every_run(full_checks: list[Any]) -> None:
         call(case, dataclasses.replace(inputs, sinks=torch.full_like(sinks, torch.inf)), made)
     halves = dataclasses.replace(inputs, sinks=sinks.half())
     for _ in range(2):  # are copied
-        assert check(case, halves, *call(case, halves, made)).ok
+        assert_right(case, halves, *call(case, halves, made))
     assert len(full_checks) == 4
 
 

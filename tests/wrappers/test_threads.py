@@ -13,7 +13,7 @@ from cute_attn.kernels.host.batch import BatchRun, Launched, Memory
 from cute_attn.problem import BatchProblem
 from cute_attn.runtime.launch import CPU
 from tests.support.batch_case import heads, make, plan_arguments, wrapper
-from tests.support.engine_graphs import sliced
+from tests.support.graphs import sliced
 from tests.support.threads import in_threads
 from tests.wrappers.kinds import IDS, KINDS, plan_and_run, run
 

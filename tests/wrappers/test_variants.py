@@ -24,8 +24,8 @@ from tests.support.batch_case import (
     random_lengths,
     wrapper,
 )
-from tests.support.engine_graphs import sliced
 from tests.support.formula import assert_batch_right
+from tests.support.graphs import sliced
 from tests.support.right import planned
 from tests.wrappers import kinds
 from tests.wrappers.kinds import IDS, eager_and_graph, made_for, plan_case, run
