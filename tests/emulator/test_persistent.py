@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,12 +21,11 @@ from cute_attn.emulator import Schedule, using
 from cute_attn.kernels.host.persistent import batch as persistent_batch
 from cute_attn.kernels.host.persistent import variant
 from cute_attn.kernels.host.prepared import prepared
-from cute_attn.problem import Features
 from cute_attn.schedule import batch as batch_schedule
 from tests.support import batch_case
-from tests.support.batch_case import BatchCase, dims, heads, paged, ragged, random_batch_case
+from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.cover import needed
-from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill, random_case
+from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
 from tests.support.persistent_emulated import (
     BATCHES,
     CUDA,
@@ -39,7 +37,7 @@ from tests.support.persistent_emulated import (
     name,
     solve_on,
 )
-from tests.support.right import Solver, assert_right, emulate, emulate_call, executed
+from tests.support.right import Solver, assert_right, emulate_call, executed
 from tests.support.schedules import SCHEDULES, in_turn, structure, way_of_keys
 
 pytestmark = pytest.mark.emulator
@@ -47,26 +45,27 @@ pytestmark = pytest.mark.emulator
 KERNELS = (("fa2", "sm_90a"), *((target.kernels, target.arch) for target in TARGETS))
 
 
-def dealt(
-    problems: Sequence[Any], long: Sequence[Any], features: Callable[[Any], Features]
-) -> list[tuple[Target, Any, Schedule]]:
+FEATURES = functools.partial(batch_case.features, device=CUDA)
+
+
+def dealt() -> list[tuple[Target, BatchCase, Schedule]]:
     """What each target needs of the problems that it takes, besides long ones, which run on all targets."""
     found = []
     for target in TARGETS:
-        taken, others = ([x for x in all_ if target.takes(features(x))] for all_ in (problems, long))
-        turns = in_turn(needed(taken, features, others), target.schedules, structure)
+        small, long = (
+            [x for x in problems if target.takes(FEATURES(x))]
+            for problems in ((*SMALL, *batch_case.SMALL), (*LONG, *BATCHES, *GATHERED))
+        )
+        turns = in_turn(needed(small, FEATURES, long), target.schedules, structure)
         found += [(target, problem, schedule) for problem, schedule in turns]
     return found
 
 
-FEATURES = functools.partial(batch_case.features, device=CUDA)
-SINGLE, BATCH = dealt(SMALL, LONG, FEATURES), dealt(batch_case.SMALL, (*BATCHES, *GATHERED), FEATURES)
+DEALT = dealt()
+SCHEDULED = {(target, structure(problem)) for target, problem, _ in DEALT}
 
 
-SCHEDULED = {(target, structure(problem)) for target, problem, _ in (*SINGLE, *BATCH)}
-
-
-def scheduled(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
+def scheduled(problems: Sequence[BatchCase]) -> list[tuple[Target, BatchCase, Schedule]]:
     """Every problem on every target, with asynchronous schedules in turn, and the first problem of a structure that no
     smaller one has with both of them.
     """
@@ -79,24 +78,14 @@ def scheduled(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
     return found
 
 
-@pytest.mark.parametrize(("target", "problem", "schedule"), SINGLE, ids=name)
-def test_single(target: Target, problem: BatchCase, schedule: Schedule) -> None:
+@pytest.mark.parametrize(("target", "problem", "schedule"), DEALT, ids=name)
+def test_small(target: Target, problem: BatchCase, schedule: Schedule) -> None:
     solve_on(target, problem, schedule)
 
 
-@pytest.mark.parametrize(("target", "batch", "schedule"), BATCH, ids=name)
-def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
-    solve_on(target, batch, schedule)
-
-
-@pytest.mark.parametrize(("target", "problem", "schedule"), scheduled(LONG), ids=name)
+@pytest.mark.parametrize(("target", "problem", "schedule"), scheduled((*LONG, *BATCHES)), ids=name)
 def test_long(target: Target, problem: BatchCase, schedule: Schedule) -> None:
     assert solve_on(target, problem, schedule, sms=3).records
-
-
-@pytest.mark.parametrize(("target", "batch", "schedule"), scheduled(BATCHES), ids=name)
-def test_long_batches(target: Target, batch: BatchCase, schedule: Schedule) -> None:
-    assert solve_on(target, batch, schedule, sms=3).records
 
 
 @pytest.mark.parametrize(("batch", "schedule"), in_turn(GATHERED, structure=way_of_keys), ids=name)
@@ -111,14 +100,14 @@ def recomputing(target: Target, *qkv: torch.Tensor, **arguments: Any) -> int:
     return executed(emulate_call(single_prefill_with_kv_cache, *qkv, on=target.on, **arguments), target.recomputes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+LEAPS = ((64, torch.float16), (128, torch.bfloat16), (256, torch.float16), (64, torch.bfloat16))
+
+
+@pytest.mark.parametrize(("leap", "schedule"), in_turn(LEAPS, SCHEDULES), ids=name)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
-@pytest.mark.parametrize(
-    ("head_dim", "schedule"), [(64, SCHEDULES[0]), (128, SCHEDULES[1]), (256, SCHEDULES[0])], ids=name
-)
-def test_scores_that_leap(target: Target, head_dim: int, schedule: Schedule, dtype: torch.dtype) -> None:
+def test_scores_that_leap(target: Target, leap: tuple[int, torch.dtype], schedule: Schedule) -> None:
     """Scores far above the anchors of earlier tiles, beyond fp32: the tile is recomputed, and only then."""
-    generator = torch.Generator().manual_seed(0)
+    (head_dim, dtype), generator = leap, torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, 1, head_dim, generator=generator).to(dtype) for n in (100, 700, 700))
     ran = []
     for scale in (1, 300):
@@ -287,17 +276,6 @@ def test_the_kernels_of_auto(target: Target) -> None:
         assert [record.spec["kernel"] for record in emulation.records] == [ran]
 
 
-@pytest.mark.parametrize(
-    ("page_size", "kv_dtype", "kv"),
-    [(1, None, "gathered"), (64, None, "paged"), (4, "float8_e4m3fn", "gathered"), (8, "float8_e4m3fn", "paged")],
-)
-@pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_auto_takes_pages_of_any_size(target: Target, page_size: int, kv_dtype: str | None, kv: str) -> None:
-    batch = paged((70,), (90,), page_size, kv_dtype=kv_dtype, **dims(128))
-    records = emulate(batch, target.arch).records
-    assert [(record.spec["kernel"], record.spec["kv"]) for record in records] == [(target.kernels, kv)]
-
-
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_expanded_keys(target: Target) -> None:
     """Tensor maps have no strides of 0: another backend takes expanded keys, and an existing plan refuses them."""
@@ -318,19 +296,6 @@ def test_expanded_keys(target: Target) -> None:
             planned.run(q, k, v)
         got = planned.run(q, k.contiguous(), v.contiguous())
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("draw", [random_batch_case, random_case], ids=["batch", "single"])
-@pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_as_right_as_fa2(target: Target, draw: Callable[..., BatchCase]) -> None:
-    """On the same inputs: a short random problem that both take, as `tests/gpu/test_matrices.py` has many."""
-    fa2 = Target("fa2", target.arch, (), "")
-    drawn = (x for x in (draw(seed, 150) for seed in itertools.count()) if "decode" not in x.kind and x.rows >= 20)
-    problem = next(x for x in drawn if all(k.takes(FEATURES(x)) for k in (fa2, target)))
-    for backend in ("fa2", target.kernels):
-        with using(target.arch, kernels=backend, sms=2) as emulation:
-            Solver(problem, backend="emulator").assert_right()
-        assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {backend}
 
 
 @pytest.mark.parametrize("kernels", ["reference", "emulator", "fa9"])
