@@ -48,34 +48,25 @@ KERNELS = (("fa2", "sm_90a"), *((target.kernels, target.arch) for target in TARG
 FEATURES = functools.partial(batch_case.features, device=CUDA)
 
 
-def dealt() -> list[tuple[Target, BatchCase, Schedule]]:
-    """What each target needs of the problems that it takes, besides long ones, which run on all targets."""
-    found = []
-    for target in TARGETS:
-        small, long = (
-            [x for x in problems if target.takes(FEATURES(x))]
-            for problems in ((*SMALL, *batch_case.SMALL), (*LONG, *BATCHES, *GATHERED))
-        )
-        turns = in_turn(needed(small, FEATURES, long), target.schedules, structure)
-        found += [(target, problem, schedule) for problem, schedule in turns]
-    return found
+def needed_of(target: Target) -> list[BatchCase]:
+    """What a target needs of the problems that it takes, besides long ones, which run on all targets."""
+    small, long = (
+        [x for x in problems if target.takes(FEATURES(x))]
+        for problems in ((*SMALL, *batch_case.SMALL), (*LONG, *BATCHES, *GATHERED))
+    )
+    return needed(small, FEATURES, long)
 
 
-DEALT = dealt()
-SCHEDULED = {(target, structure(problem)) for target, problem, _ in DEALT}
+NEEDED = {target: needed_of(target) for target in TARGETS}
+DEALT = [(target, *turn) for target in TARGETS for turn in in_turn(NEEDED[target], target.schedules, structure)]
 
 
 def scheduled(problems: Sequence[BatchCase]) -> list[tuple[Target, BatchCase, Schedule]]:
     """Every problem on every target, with asynchronous schedules in turn, and the first problem of a structure that no
     smaller one has with both of them.
     """
-    found = []
-    for target in TARGETS:
-        later = [x for x in problems if (target, structure(x)) in SCHEDULED]
-        first = [x for x in problems if x not in later]
-        turns = in_turn(later, SCHEDULES) + in_turn(first, SCHEDULES, structure)
-        found += [(target, problem, schedule) for problem, schedule in turns]
-    return found
+    seen = {target: frozenset[Any]().union(*map(structure, NEEDED[target])) for target in TARGETS}
+    return [(target, *turn) for target in TARGETS for turn in in_turn(problems, SCHEDULES, structure, seen[target])]
 
 
 @pytest.mark.parametrize(("target", "problem", "schedule"), DEALT, ids=name)
