@@ -238,6 +238,7 @@ CUT = (
     prefill(3, 1500, (8, 2), 128, **BF16, **CAUSAL),
     prefill(3, 1500, (8, 2), 128, **BF16),
     prefill(3, 900, (8, 2), 128, **E4M3, **CAUSAL),
+    *(paged((5,), (1100,), page_size, mask="causal", **heads(2, 1)) for page_size in (16, 5)),
 )
 
 
@@ -246,14 +247,6 @@ CUT = (
 def test_cut_keys(target: Target, problem: BatchCase, schedule: Schedule) -> None:
     """Short requests, whose heads share a tile, over keys that several CTAs divide."""
     assert_cut(target, solve_on(target, problem, schedule, sms=16))
-
-
-@pytest.mark.parametrize(("page_size", "schedule"), list(zip((5, 16), SCHEDULES, strict=True)), ids=name)
-@pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_cut_pages(target: Target, schedule: Schedule, page_size: int) -> None:
-    assert_cut(
-        target, solve_on(target, paged((5,), (1100,), page_size, mask="causal", **heads(2, 1)), schedule, sms=16)
-    )
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=name)
