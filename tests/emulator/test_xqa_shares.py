@@ -19,8 +19,8 @@ WORKSPACE_BYTES = COUNTER_BYTES + (1 << 20)
 WARP_SHARES = "2x2x16x2e"  # two CTAs of two warps per SM, a unit for each warp
 CTA_SHARES = "2x2x16x1"  # a CTA of two warps per SM, a unit for both
 
-# (case, SMs, whether CTAs leave no partial results)
-CASES = {
+# By ring: case, SMs, whether CTAs leave no partial results.
+OF_WARPS = {
     "a segment a share": (XqaCase((130, 150, 141, 127), kv="e4m3"), 2, True),
     "shorter than the longest by a quarter": (XqaCase((160, 128, 160, 128), kv="e4m3"), 2, True),
     "two segments a share": (XqaCase((33, 40, 48, 34, 48, 40, 33, 41), kv="e4m3", sinks=True), 2, True),
@@ -56,22 +56,7 @@ CASES = {
     ),
     "padded rows": (XqaCase((190, 41), kv="e4m3", head_dim=80, out="e4m3"), 2, False),
 }  # fmt: skip
-
-
-# Cases that other schedules run too: of each way to divide the work.
-CORE = ("two segments a share", "three parts of a segment", "unequal")
-RUNS = [(name, schedule) for schedule in KINDS for name in (CASES if schedule == "adversarial" else CORE)]
-
-
-@pytest.mark.parametrize(("name", "schedule"), RUNS)
-def test_shares_of_warps(name: str, schedule: str) -> None:
-    case, sms, whole = CASES[name]
-    works, left_none = shares(case, sms, WARP_SHARES, schedule)
-    assert works <= {"even"}
-    assert left_none == whole
-
-
-# The same for CTAs of two warps; two rounds of these are four tiles.
+# Two rounds of CTAs of two warps are four tiles.
 OF_CTAS = {
     "four tiles more than equal shares": (XqaCase((200, 193, 208), kv="bf16", heads=(4, 1)), 4, True),
     "five more": (XqaCase((300, 290, 304), kv="bf16", heads=(4, 1), sinks=True), 4, False),
@@ -85,14 +70,9 @@ OF_CTAS = {
     "blocks of rows": (XqaCase((90, 6, 96, 90), kv="e4m3", heads=(16, 2), q_len=3), 8, True),
     "a pair of warps a tile": (XqaCase((70, 96, 81), kv="e4m3", heads=(4, 1), head_dim=256), 4, True),
 }
-
-
-@pytest.mark.parametrize("name", OF_CTAS)
-def test_shares_of_ctas(name: str) -> None:
-    case, sms, whole = OF_CTAS[name]
-    assert shares(case, sms, CTA_SHARES, "adversarial") == ({"shares"}, whole)
-
-
+# Two such CTAs per SM: four rounds are eight tiles.
+OF_SMALL_CTAS = {"five tiles more than equal shares": (OF_CTAS["five more"][0], 2, True)}
+OF_CTAS_FOR_MANY = {"head dim 64": (XqaCase((40, 1500, 77, 0, 120), kv="e4m3", heads=(8, 2), head_dim=64), 1, False)}
 # Segments that CTAs take one after the other (`parts.tickets`): two at most, or as many as they come to. They have up
 # to 32 tiles, or up to a quarter of an equal share.
 DEALT = {
@@ -108,28 +88,31 @@ DEALT = {
     "one CTA": (XqaCase((40, 90, 7, 31), kv="e4m3", heads=(4, 1)), 1),
     "a pair of warps a tile": (XqaCase((70, 96, 81, 5, 60), kv="e4m3", heads=(4, 1), head_dim=512), 2),
 }
-
-
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [(name, schedule) for schedule in KINDS for name in (DEALT if schedule == "adversarial" else ("many", "one more"))],
-)
-def test_segments_are_dealt_out(name: str, schedule: str) -> None:
-    case, sms = DEALT[name]
-    assert shares(case, sms, CTA_SHARES, schedule) == ({"shares"}, True)
-
-
-# The same where an SM has two of them; four rounds are eight tiles. The last one is of the ring for many requests.
-OF_SMALL_CTAS = {
-    "five tiles more than equal shares": (OF_CTAS["five more"][0], 2, "2x2x16x2", True),
-    "head dim 64": (XqaCase((40, 1500, 77, 0, 120), kv="e4m3", heads=(8, 2), head_dim=64), 1, "4x2x32x4", False),
+SHARES = {
+    "of warps": (WARP_SHARES, OF_WARPS),
+    "of CTAs": (CTA_SHARES, OF_CTAS),
+    "of small CTAs": ("2x2x16x2", OF_SMALL_CTAS),
+    "of many requests": ("4x2x32x4", OF_CTAS_FOR_MANY),
+    "dealt out": (CTA_SHARES, {name: (*row, True) for name, row in DEALT.items()}),
 }
+# Cases that other schedules run too: of each way to divide the work.
+CORE = {
+    "of warps": ("two segments a share", "three parts of a segment", "unequal"),
+    "dealt out": ("many", "one more"),
+}
+RUNS = [(of, name, "adversarial") for of, (_, cases) in SHARES.items() for name in cases]
+RUNS += [(of, name, schedule) for of, names in CORE.items() for name in names for schedule in KINDS[:2]]
 
 
-@pytest.mark.parametrize("name", OF_SMALL_CTAS)
-def test_shares_of_small_ctas(name: str) -> None:
-    case, sms, text, whole = OF_SMALL_CTAS[name]
-    assert shares(case, sms, text, "adversarial") == ({"shares"}, whole)
+@pytest.mark.parametrize(("of", "name", "schedule"), RUNS)
+def test_shares(of: str, name: str, schedule: str) -> None:
+    ring, cases = SHARES[of]
+    case, sms, whole = cases[name]
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
+    with forced_ring(ring, case, Shape(EVEN)):
+        works = {record.spec["work"] for record in launches(case, sms, schedule, workspace)}
+    assert works <= {"even" if of == "of warps" else "shares"}
+    assert bool((workspace[COUNTER_BYTES:] == 0xFF).all()) == whole  # no partial result
 
 
 # Warps that have a whole segment each: case, ring, rows that share a read of the keys, grid.
@@ -184,11 +167,3 @@ def test_a_warp_for_every_head(name: str, schedule: str) -> None:
     with forced_ring(ring, case, Shape(EVEN), rows):
         (record,) = launches(case, 2, schedule)
     assert (record.spec["work"], record.grid) == ("heads", grid)
-
-
-def shares(case: XqaCase, sms: int, text: str, schedule: str) -> tuple[set[str], bool]:
-    """The kinds of work of the launches with a ring, and whether they left no partial."""
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
-    with forced_ring(text, case, Shape(EVEN)):
-        works = {record.spec["work"] for record in launches(case, sms, schedule, workspace)}
-    return works, bool((workspace[COUNTER_BYTES:] == 0xFF).all())
