@@ -17,7 +17,7 @@ from tests.support.emulated_calls import emulated_append
 
 pytestmark = pytest.mark.emulator
 
-ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+ARCHS = ("sm_80", "sm_90a", "sm_100a")  # later ones have the PTX of the last
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
@@ -69,9 +69,12 @@ def written(case: AppendCase, run: append_case.Run) -> list[torch.Tensor]:
     return [x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).clone() for x in caches]
 
 
-@pytest.mark.parametrize(
-    ("case", "arch"), [(case, arch) for i, case in enumerate(CASES) for arch in ARCHS[i % 2 :: 2]], ids=named
-)
+# Every case on one of the older architectures; conversions of the newer ones are their own, copies are not.
+DEALT = [(case, ARCHS[i % 2]) for i, case in enumerate(CASES)]
+DEALT += [(case, ARCHS[2]) for case in CASES if case.kind != "copy"]
+
+
+@pytest.mark.parametrize(("case", "arch"), DEALT, ids=named)
 def test_calls_write_what_the_reference_writes(case: AppendCase, arch: str) -> None:
     nothing = written(case, lambda problem: None)
     want = written(case, reference)
@@ -126,6 +129,6 @@ def test_whole_tensors_are_quantised_as_by_torch(arch: str) -> None:
 def test_other_architectures_run_the_same_code() -> None:
     case = CASES[4]
     want = written(case, reference)
-    for arch in ("sm_103a", "sm_121a"):
+    for arch in ("sm_103a", "sm_120a", "sm_121a"):
         with emulator.using(arch):
             assert all(map(torch.equal, written(case, emulated_append), want))

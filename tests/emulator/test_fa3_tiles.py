@@ -124,6 +124,7 @@ GROUPS = {
     "of 3, window, sinks": ragged(*MIXED, mask="causal", window_left=40, sinks=True, **heads(6, 2), **dims(64)),
     "of 6, custom masks, gathered": paged(*MIXED, 3, mask="packed", **heads(6, 1), **dims(64)),
     "of 5, fp8": ragged(*MIXED, mask="causal", dtype=E4M3, o_dtype="bfloat16", **heads(5, 1), **dims(128)),
+    "of 7, a single request": prefill(60, 900, (7, 1), 64, **CAUSAL),
     "of 12, rotated": ragged(*MIXED, pos_encoding_mode="ROPE_LLAMA", **heads(12, 1), **dims(64)),
 }
 
@@ -136,17 +137,15 @@ def test_groups_of_any_size_share_tiles(of: str, schedule: Schedule) -> None:
     assert FAMILY.heads_per_tile(features(batch), 47, HopperTile(128, 64, 2, 1)) == group
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-def test_split_groups_share_tiles(schedule: Schedule) -> None:
+SPLIT_GROUP = paged((20, 9), (1300, 300), 16, mask="causal", **heads(7, 1), **dims(128))
+SPLIT = [(SPLIT_GROUP, 10, schedule) for schedule in ALL_SCHEDULES]
+SPLIT.append((prefill(20, 1000, (7, 1), 64), 8, Schedule("adversarial", 1)))
+
+
+@pytest.mark.parametrize(("batch", "sms", "schedule"), SPLIT, ids=name)
+def test_split_groups_share_tiles(batch: BatchCase, sms: int, schedule: Schedule) -> None:
     """Slots of partial results have as many rows as are used."""
-    batch = paged((20, 9), (1300, 300), 16, mask="causal", **heads(7, 1), **dims(128))
-    emulation = solve_on(FA3, batch, schedule, sms=10)
-    assert_cut(FA3, emulation)
-
-
-def test_single_requests() -> None:
-    solve_on(FA3, prefill(60, 900, (7, 1), 64, **CAUSAL), Schedule("adversarial", 1), sms=4)
-    assert_cut(FA3, solve_on(FA3, prefill(20, 1000, (7, 1), 64), Schedule("adversarial", 1), sms=8))
+    assert_cut(FA3, solve_on(FA3, batch, schedule, sms=sms))
 
 
 def test_rows_of_whole_tokens() -> None:
@@ -179,7 +178,7 @@ def test_a_group_that_does_not_divide_the_rows_shares_tiles_where_it_has_fewer(
 # --- tiles that begin with the first key -----------------------------------------------------------------------------
 
 
-EAGER, DELAYED, ADVERSARIAL = Schedule(), Schedule("delayed", 1), Schedule("adversarial", 2)
+EAGER, DELAYED, ADVERSARIAL = ALL_SCHEDULES
 # Requests without queries, and whose rows and keys end within a tile.
 SMALL = (20, 3, 0), (100, 40, 9)
 EARLY: dict[str, Any] = {"from_first_key": True, "ping_pong": False}

@@ -6,6 +6,7 @@ the reference, on every schedule.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -26,7 +27,6 @@ pytestmark = pytest.mark.emulator
 TILE, CHUNK = 128, 32  # keys of a kv tile, and of what softmax processes at a time
 ROWS = 128  # of a query tile
 HEAD_DIMS = (64, 128, (192, 128), 256)
-SEEDS = tuple(Schedule("adversarial", seed) for seed in range(3, 6))
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -54,24 +54,49 @@ def flat(tiles: int) -> int:
     return loads(solve(*with_scores(200, torch.zeros(tiles * TILE))))
 
 
-# ---- tiles and rings
+# ---- problems of a matrix, on one multiprocessor
 
 
-@pytest.mark.parametrize("mask", ["none", "causal"])
-@pytest.mark.parametrize(("kv_len", "schedule"), in_turn((1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384)), ids=name)
-def test_few_kv_tiles(kv_len: int, schedule: Schedule, mask: str) -> None:
-    solve_on(FA4, prefill(200, kv_len, (1, 1), 128, **BF16, mask=mask), schedule, sms=1)
+ITEMS: tuple[BatchCase, ...] = (
+    ragged((150, 0, 37, 0, 1), (300, 20, 64, 0, 90), mask="causal", **heads(2, 1)),  # no queries between others
+    ragged((150, 20, 37, 130, 1), (300, 0, 64, 0, 90), **dims(128), **BF16),  # no keys between others
+    ragged((200, 150), (900, 40), **BF16, **dims(128)),  # short after long
+    ragged((150, 200), (40, 900), mask="causal", **dims(128)),  # long after short
+    ragged((130,) * 4, (1,) * 4, **heads(2, 1)),
+    ragged((60,) * 3, (129, 130, 257), slack=True, **dims(192, 128)),  # keys that end within a tile
+    paged((150, 0, 37, 260), (300, 20, 0, 515), 64, mask="causal", **BF16, **dims(128), **heads(2, 1)),
+    paged((150, 0, 37, 260), (300, 20, 0, 515), 64, **BF16, **dims(128), **heads(4, 1)),  # pages of a pair
+    ragged((150, 0, 37), (200, 20, 64), mask="causal", **BF16, **dims(256)),
+)
+BEFORE_THE_FIRST_KEY = ((256, 128), (256, 100), (300, 20), (512, 300))
+HARD: dict[str, list[tuple[BatchCase, Schedule]]] = {
+    "few kv tiles": [
+        (prefill(200, kv_len, (1, 1), 128, **BF16, mask=mask), schedule)
+        for mask in ("none", "causal")
+        for kv_len, schedule in in_turn((1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384))
+    ],
+    "query tiles": [(prefill(n, 200, (1, 1), 64, **CAUSAL), SCHEDULES[1]) for n in (1, 127, 128, 129, 255, 256, 257)],
+    # Every ring wraps twice and by odd numbers of tiles: three heads of 11 kv tiles.
+    "rings": in_turn([prefill(130, 11 * TILE - 5, (3, 1), n, **BF16) for n in HEAD_DIMS], structure=all_alike),
+    # A query tile of which no row, or only the last rows, see a key, beside a full one.
+    "nothing seen": in_turn([prefill(*n, (2, 1), 128, **BF16, **CAUSAL) for n in BEFORE_THE_FIRST_KEY]),
+    # Query tiles of one item begin and end at different kv tiles.
+    "windows": in_turn([prefill(256, 700, (1, 1), 64, **CAUSAL, window_left=n) for n in (0, 1, 31, 127, 128, 300)]),
+    # Items of one and two kv tiles, whose outputs are stored under the products of the next.
+    "epilogues": [
+        (prefill(200, TILE + 1, (4, 2), n, **BF16, **CAUSAL), Schedule("adversarial", seed))
+        for n, seed in itertools.product(HEAD_DIMS, (3, 4, 5))
+    ],
+    "items": in_turn(ITEMS, structure=all_alike),
+}
 
 
-@pytest.mark.parametrize("qo_len", [1, 127, 128, 129, 255, 256, 257])
-def test_edges_of_query_tiles(qo_len: int) -> None:
-    solve_on(FA4, prefill(qo_len, 200, (1, 1), 64, **CAUSAL), SCHEDULES[1], sms=1)
-
-
-@pytest.mark.parametrize(("head_dim", "schedule"), in_turn(HEAD_DIMS, structure=all_alike), ids=name)
-def test_every_ring_wraps(head_dim: int | tuple[int, int], schedule: Schedule) -> None:
-    """Twice and by odd numbers of tiles: three heads of 11 kv tiles on one CTA."""
-    solve_on(FA4, prefill(130, 11 * TILE - 5, (3, 1), head_dim, **BF16), schedule, sms=1)
+@pytest.mark.parametrize(
+    ("problem", "schedule"),
+    [pytest.param(*x, id=f"{what}-{x[0].id}-{x[1].kind}-{x[1].seed}") for what, cases in HARD.items() for x in cases],
+)
+def test_hard_problems(problem: BatchCase, schedule: Schedule) -> None:
+    solve_on(FA4, problem, schedule, sms=1)
 
 
 # ---- rows that see nothing
@@ -100,18 +125,6 @@ HIDDEN = {
 def test_hidden_tiles(hidden: str, schedule: Schedule) -> None:
     q, k, v = normal(256, 3 * TILE)
     solve(q, k, v, schedule=schedule, custom_mask=keeping(*HIDDEN[hidden], 256, 3 * TILE))
-
-
-@pytest.mark.parametrize(("lengths", "schedule"), in_turn(((256, 128), (256, 100), (300, 20), (512, 300))), ids=name)
-def test_causal_rows_before_the_first_key(lengths: tuple[int, int], schedule: Schedule) -> None:
-    """A query tile of which no row, or only the last rows, see a key, beside a full one."""
-    solve_on(FA4, prefill(*lengths, (2, 1), 128, **BF16, **CAUSAL), schedule, sms=1)
-
-
-@pytest.mark.parametrize(("window", "schedule"), in_turn((0, 1, 31, 127, 128, 300)), ids=name)
-def test_windows(window: int, schedule: Schedule) -> None:
-    """Query tiles of one item begin and end at different kv tiles."""
-    solve_on(FA4, prefill(256, 700, (1, 1), 64, **CAUSAL, window_left=window), schedule, sms=1)
 
 
 # ---- scores
@@ -156,10 +169,13 @@ def test_one_tile_rises(tile: int) -> None:
     solve(*with_scores(200, scores), schedule=SCHEDULES[1])
 
 
-@pytest.mark.parametrize(("row", "schedule"), in_turn((0, 31, 37, 127, 128, 199), SCHEDULES), ids=name)
-@pytest.mark.parametrize("rise", [12, 60, 1000])
-def test_a_rise_in_one_lane(rise: int, row: int, schedule: Schedule) -> None:
+LANES = ((0, 12), (31, 1000), (37, 60), (127, 12), (128, 1000), (199, 60))  # a row, by how much it rises
+
+
+@pytest.mark.parametrize(("lane", "schedule"), in_turn(LANES, SCHEDULES), ids=name)
+def test_a_rise_in_one_lane(lane: tuple[int, int], schedule: Schedule) -> None:
     """Of one warp, which rescales all its rows, by 1 but for this one."""
+    row, rise = lane
     scores = rise * levels(3 * TILE, CHUNK)
     assert loads(solve(*with_scores(200, scores, slice(row, row + 1)), schedule=schedule)) > flat(3)
 
@@ -182,55 +198,20 @@ def test_keys_of_infinite_score(key: int, schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize(("tile", "schedule"), in_turn((0, 1, 2)), ids=name)
-def test_an_infinite_anchor_above_scores_of_minus_infinity(tile: int, schedule: Schedule) -> None:
-    """One score of +inf, and -inf in all other tiles."""
+@pytest.mark.parametrize("anchor", [False, True], ids=["one tile", "all tiles but one"])
+def test_scores_of_minus_infinity(anchor: bool, tile: int, schedule: Schedule) -> None:
+    """In a whole tile, without a mask; or in all others, below one score of +inf."""
     q, k, v = normal(200, 3 * TILE)
     q[:, :, 0] = 1.0
-    k[:, :, 0] = -torch.inf
-    k[tile * TILE : (tile + 1) * TILE, :, 0] = 0.0
-    k[tile * TILE + 9, :, 0] = torch.inf
+    within = torch.arange(3 * TILE) // TILE == tile
+    k[within != anchor, :, 0] = -torch.inf
+    if anchor:
+        k[within, :, 0] = 0.0
+        k[tile * TILE + 9, :, 0] = torch.inf
     solve(q, k, v, schedule=schedule)
-
-
-@pytest.mark.parametrize(("tile", "schedule"), in_turn((0, 1, 2)), ids=name)
-def test_scores_of_minus_infinity(tile: int, schedule: Schedule) -> None:
-    """In a whole tile, without a mask."""
-    q, k, v = normal(200, 3 * TILE)
-    q[:, :, 0] = 1.0
-    k[tile * TILE : (tile + 1) * TILE, :, 0] = -torch.inf
-    solve(q, k, v, schedule=schedule)
-
-
-# ---- work items
-
-
-ITEMS: dict[str, BatchCase] = {
-    "no queries between others": ragged((150, 0, 37, 0, 1), (300, 20, 64, 0, 90), mask="causal", **heads(2, 1)),
-    "no keys between others": ragged((150, 20, 37, 130, 1), (300, 0, 64, 0, 90), **dims(128), **BF16),
-    "short after long": ragged((200, 150), (900, 40), **BF16, **dims(128)),
-    "long after short": ragged((150, 200), (40, 900), mask="causal", **dims(128)),
-    "one key each": ragged((130,) * 4, (1,) * 4, **heads(2, 1)),
-    "keys that end within a tile": ragged((60,) * 3, (129, 130, 257), slack=True, **dims(192, 128)),
-    "pages": paged((150, 0, 37, 260), (300, 20, 0, 515), 64, mask="causal", **BF16, **dims(128), **heads(2, 1)),
-    "pages of a pair": paged((150, 0, 37, 260), (300, 20, 0, 515), 64, **BF16, **dims(128), **heads(4, 1)),
-    "wide": ragged((150, 0, 37), (200, 20, 64), mask="causal", **BF16, **dims(256)),
-}
-
-
-@pytest.mark.parametrize(("items", "schedule"), in_turn(ITEMS, structure=all_alike), ids=name)
-def test_items_on_one_cta(items: str, schedule: Schedule) -> None:
-    solve_on(FA4, ITEMS[items], schedule, sms=1)
-
-
-@pytest.mark.parametrize("schedule", SEEDS, ids=lambda schedule: f"{schedule.kind}-{schedule.seed}")
-@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
-def test_outputs_are_stored_under_the_next_products(head_dim: int | tuple[int, int], schedule: Schedule) -> None:
-    """Items of one and two kv tiles, whose epilogue takes longer than their products."""
-    solve_on(FA4, prefill(200, TILE + 1, (4, 2), head_dim, **BF16, **CAUSAL), schedule, sms=1)
 
 
 # ---- pages, and ways of outputs to global memory
-
 
 UNEVEN = ((130, 0, 9, 70), (270, 33, 129, 0))  # whole query tiles, ragged ends, a request without keys
 # NaN in the rest of pages, and behind rows and heads; what the batches of all persistent kernels do not have.

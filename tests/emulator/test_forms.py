@@ -14,7 +14,7 @@ from cute_attn.emulator import Schedule
 from cute_attn.emulator.errors import EmulatorError, MemoryFault, Race, UnknownForm
 from cute_attn.emulator.isa import bits, load, registry
 from tests.emulator.micro import blackwell, emulate
-from tests.emulator.micro.blackwell import Known, memory_cases
+from tests.emulator.micro.blackwell import memory_cases
 from tests.emulator.micro.case import Case, Text, elementwise, rng, values
 from tests.emulator.test_checks import kernel, run
 
@@ -80,20 +80,20 @@ def test_both_results_of_a_comparison_are_combined_with_what_was_there() -> None
 # --- memory forms of Blackwell ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("known", [*memory_cases()], ids=lambda known: known.id)
-def test_the_result_is_that_of_the_isa(known: Known) -> None:
+@pytest.mark.parametrize("case", memory_cases(), ids=lambda case: case.id)
+def test_the_result_is_that_of_the_isa(case: Case) -> None:
     for seed, kind in enumerate(("eager", "delayed", "adversarial")):
-        assert emulate.run(known.case, schedule=Schedule(kind, seed))[: len(known.want)] == known.want, kind
+        assert emulate.run(case, schedule=Schedule(kind, seed))[: len(case.want)] == case.want, kind
 
 
-def _refused(known: Known, kind: type[EmulatorError], match: str, **changes: object) -> None:
+def _refused(case: Case, kind: type[EmulatorError], match: str, **changes: object) -> None:
     with pytest.raises(kind, match=match):
-        emulate.run(dataclasses.replace(known.case, **changes))  # type: ignore[arg-type]
+        emulate.run(dataclasses.replace(case, **changes))  # type: ignore[arg-type]
 
 
 def test_wide_stores_of_two_warps_race() -> None:
     known = blackwell.wide("st.global.v8.b32")
-    both = known.case.ptx.replace("mad.wide.u32 %rd", "and.b32 %r9, %me, 31;\nmad.wide.u32 %rd").replace(
+    both = known.ptx.replace("mad.wide.u32 %rd", "and.b32 %r9, %me, 31;\nmad.wide.u32 %rd").replace(
         "%me, 32,", "%r9, 32,"
     )
     _refused(known, Race, "two warps write one address", ptx=both.replace(".reqntid 32", ".reqntid 64"), threads=64)
@@ -105,7 +105,7 @@ def test_wide_stores_are_aligned_to_32_bytes() -> None:
 
 def test_wide_stores_need_sm_100() -> None:
     known = blackwell.wide("st.global.v8.b32")
-    _refused(known, UnknownForm, "does not exist on sm_90", ptx=known.case.ptx.replace("sm_100a", "sm_90a"))
+    _refused(known, UnknownForm, "does not exist on sm_90", ptx=known.ptx.replace("sm_100a", "sm_90a"))
 
 
 # --- clusterlaunchcontrol: clusters take over the work of others that have not started -------------------------------

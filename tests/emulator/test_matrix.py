@@ -1,4 +1,4 @@
-"""The matrices of single requests, on everything that can run it, and of batches, on fa2."""
+"""The matrices of single requests, on everything that can run it, and of batches, on emulated fa2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.batch_case import BatchCase
 from tests.support.cover import needed
 from tests.support.executors import PARAMS, Executor
 from tests.support.matrix import SMALL
-from tests.support.right import assert_solved, emulate
+from tests.support.right import assert_solved
 
 
 def differs_on_ampere(problem: BatchCase) -> bool:
@@ -23,32 +23,25 @@ def differs_on_ampere(problem: BatchCase) -> bool:
     return problem.kv_dtype is not None or problem.head_dim_qk > 256 or rows > 64
 
 
-EMULATED, BATCHES = needed(SMALL, batch_case.features), needed(batch_case.SMALL, batch_case.features)
+NEEDED = needed((*SMALL, *batch_case.SMALL), batch_case.features)
 CASES = [
     pytest.param(problem, *param.values, id=f"{param.id}-{problem.id}", marks=param.marks)
     for param in PARAMS
-    for problem in (EMULATED if param.values[0].arch else SMALL)
-    if param.values[0].arch != "sm_80" or differs_on_ampere(problem)
+    for problem in (NEEDED if param.values[0].arch else SMALL)
+    if param.values[0].arch != "sm_80" or (problem.single and differs_on_ampere(problem))
 ]
 
 
 @pytest.mark.parametrize(("problem", "on"), CASES)
-def test_single(problem: BatchCase, on: Executor) -> None:
+def test_fa2(problem: BatchCase, on: Executor) -> None:
     with on.active():
         assert_solved(problem, on.device, backend=on.backend)
-
-
-@pytest.mark.emulator
-@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.id)
-def test_batch(batch: BatchCase) -> None:
-    emulate(batch, "sm_90a", "fa2")
 
 
 # --- what `needed` leaves of a matrix --------------------------------------------------------------------------------
 
 MATRICES = {
-    "requests": (SMALL, batch_case.features),
-    "batches": (batch_case.SMALL, batch_case.features),
+    "attention": ((*SMALL, *batch_case.SMALL), batch_case.features),
     "fp8": (fp8_case.SMALL, batch_case.features),
 }
 

@@ -16,7 +16,7 @@ from tests.support import multi_item
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged, random_lengths
 from tests.support.graphs import graph_wrapper
 from tests.support.matrix import BF16
-from tests.support.persistent_emulated import TARGETS, Target, name
+from tests.support.persistent_emulated import TARGETS, name
 from tests.support.right import assert_planned_right, emulate, executed, families
 from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, in_turn, way_of_keys
 
@@ -42,21 +42,19 @@ def solve(case: BatchCase, arch: str, kernels: str, schedule: Schedule, sms: int
 
 
 PRODUCTS = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
-PERSISTENT = [
-    (target, case, schedule)
-    for target in TARGETS
-    for case, schedule in in_turn([case for case in GAPS if target.takes(case)], structure=way_of_keys)
+CASES = [
+    *(("fa2", "sm_80" if case is GAPS[0] else "sm_90a", case, schedule) for case, schedule in in_turn(GAPS)),
+    *(
+        (*target.on, *turn)
+        for target in TARGETS
+        for turn in in_turn([case for case in GAPS if target.takes(case)], structure=way_of_keys)
+    ),
 ]
 
 
-@pytest.mark.parametrize(("target", "case", "schedule"), PERSISTENT, ids=name)
-def test_persistent(target: Target, case: BatchCase, schedule: Schedule) -> None:
-    solve(case, target.arch, target.kernels, schedule)
-
-
-@pytest.mark.parametrize(("case", "schedule"), in_turn(GAPS), ids=name)
-def test_fa2(case: BatchCase, schedule: Schedule) -> None:
-    solve(case, "sm_80" if case is GAPS[0] else "sm_90a", "fa2", schedule)
+@pytest.mark.parametrize(("kernels", "arch", "case", "schedule"), CASES, ids=name)
+def test_gaps(kernels: str, arch: str, case: BatchCase, schedule: Schedule) -> None:
+    solve(case, arch, kernels, schedule)
 
 
 @pytest.mark.parametrize(("kernels", "arch"), KERNELS)

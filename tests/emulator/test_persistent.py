@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,9 +21,9 @@ from cute_attn.kernels.host.persistent import family as persistent_family
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.schedule import batch as batch_schedule
 from tests.support import batch_case
-from tests.support.batch_case import BatchCase, dims, heads, paged, ragged, random_batch_case
+from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.cover import needed
-from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill, random_case
+from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
 from tests.support.persistent_emulated import (
     BATCHES,
     GATHERED,
@@ -35,7 +34,7 @@ from tests.support.persistent_emulated import (
     name,
     solve_on,
 )
-from tests.support.right import Solver, assert_right, emulate, emulate_call, executed
+from tests.support.right import Solver, assert_right, emulate_call, executed
 from tests.support.schedules import SCHEDULES, in_turn, structure, way_of_keys
 
 pytestmark = pytest.mark.emulator
@@ -43,53 +42,35 @@ pytestmark = pytest.mark.emulator
 KERNELS = (("fa2", "sm_90a"), *((target.kernels, target.arch) for target in TARGETS))
 
 
-def dealt(problems: Sequence[BatchCase], long: Sequence[BatchCase]) -> list[tuple[Target, BatchCase, Schedule]]:
-    """What each target needs of the problems that it takes, besides long ones, which run on all targets."""
-    found = []
-    for target in TARGETS:
-        taken, others = ([x for x in all_ if target.takes(x)] for all_ in (problems, long))
-        turns = in_turn(needed(taken, batch_case.features, others), target.schedules, structure)
-        found += [(target, problem, schedule) for problem, schedule in turns]
-    return found
+def needed_of(target: Target) -> list[BatchCase]:
+    """What a target needs of the problems that it takes, besides long ones, which run on all targets."""
+    small, long = (
+        [x for x in problems if target.takes(x)]
+        for problems in ((*SMALL, *batch_case.SMALL), (*LONG, *BATCHES, *GATHERED))
+    )
+    return needed(small, batch_case.features, long)
 
 
-SINGLE, BATCH = dealt(SMALL, LONG), dealt(batch_case.SMALL, (*BATCHES, *GATHERED))
+NEEDED = {target: needed_of(target) for target in TARGETS}
+DEALT = [(target, *turn) for target in TARGETS for turn in in_turn(NEEDED[target], target.schedules, structure)]
 
 
-SCHEDULED = {(target, structure(problem)) for target, problem, _ in (*SINGLE, *BATCH)}
-
-
-def scheduled(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
+def scheduled(problems: Sequence[BatchCase]) -> list[tuple[Target, BatchCase, Schedule]]:
     """Every problem on every target, with asynchronous schedules in turn, and the first problem of a structure that no
     smaller one has with both of them.
     """
-    found = []
-    for target in TARGETS:
-        later = [x for x in problems if (target, structure(x)) in SCHEDULED]
-        first = [x for x in problems if x not in later]
-        turns = in_turn(later, SCHEDULES) + in_turn(first, SCHEDULES, structure)
-        found += [(target, problem, schedule) for problem, schedule in turns]
-    return found
+    seen = {target: frozenset[Any]().union(*map(structure, NEEDED[target])) for target in TARGETS}
+    return [(target, *turn) for target in TARGETS for turn in in_turn(problems, SCHEDULES, structure, seen[target])]
 
 
-@pytest.mark.parametrize(("target", "problem", "schedule"), SINGLE, ids=name)
-def test_single(target: Target, problem: BatchCase, schedule: Schedule) -> None:
+@pytest.mark.parametrize(("target", "problem", "schedule"), DEALT, ids=name)
+def test_small(target: Target, problem: BatchCase, schedule: Schedule) -> None:
     solve_on(target, problem, schedule)
 
 
-@pytest.mark.parametrize(("target", "batch", "schedule"), BATCH, ids=name)
-def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
-    solve_on(target, batch, schedule)
-
-
-@pytest.mark.parametrize(("target", "problem", "schedule"), scheduled(LONG), ids=name)
+@pytest.mark.parametrize(("target", "problem", "schedule"), scheduled((*LONG, *BATCHES)), ids=name)
 def test_long(target: Target, problem: BatchCase, schedule: Schedule) -> None:
     assert solve_on(target, problem, schedule, sms=3).records
-
-
-@pytest.mark.parametrize(("target", "batch", "schedule"), scheduled(BATCHES), ids=name)
-def test_long_batches(target: Target, batch: BatchCase, schedule: Schedule) -> None:
-    assert solve_on(target, batch, schedule, sms=3).records
 
 
 @pytest.mark.parametrize(("batch", "schedule"), in_turn(GATHERED, structure=way_of_keys), ids=name)
@@ -104,14 +85,14 @@ def recomputing(target: Target, *qkv: torch.Tensor, **arguments: Any) -> int:
     return executed(emulate_call(single_prefill_with_kv_cache, *qkv, on=target.on, **arguments), target.recomputes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+LEAPS = ((64, torch.float16), (128, torch.bfloat16), (256, torch.float16), (64, torch.bfloat16))
+
+
+@pytest.mark.parametrize(("leap", "schedule"), in_turn(LEAPS, SCHEDULES), ids=name)
 @pytest.mark.parametrize("target", TARGETS, ids=name)
-@pytest.mark.parametrize(
-    ("head_dim", "schedule"), [(64, SCHEDULES[0]), (128, SCHEDULES[1]), (256, SCHEDULES[0])], ids=name
-)
-def test_scores_that_leap(target: Target, head_dim: int, schedule: Schedule, dtype: torch.dtype) -> None:
+def test_scores_that_leap(target: Target, leap: tuple[int, torch.dtype], schedule: Schedule) -> None:
     """Scores far above the anchors of earlier tiles, beyond fp32: the tile is recomputed, and only then."""
-    generator = torch.Generator().manual_seed(0)
+    (head_dim, dtype), generator = leap, torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, 1, head_dim, generator=generator).to(dtype) for n in (100, 700, 700))
     ran = []
     for scale in (1, 300):
@@ -251,6 +232,7 @@ CUT = (
     prefill(3, 1500, (8, 2), 128, **BF16, **CAUSAL),
     prefill(3, 1500, (8, 2), 128, **BF16),
     prefill(3, 900, (8, 2), 128, **E4M3, **CAUSAL),
+    *(paged((5,), (1100,), page_size, mask="causal", **heads(2, 1)) for page_size in (16, 5)),
 )
 
 
@@ -259,14 +241,6 @@ CUT = (
 def test_cut_keys(target: Target, problem: BatchCase, schedule: Schedule) -> None:
     """Short requests, whose heads share a tile, over keys that several CTAs divide."""
     assert_cut(target, solve_on(target, problem, schedule, sms=16))
-
-
-@pytest.mark.parametrize(("page_size", "schedule"), list(zip((5, 16), SCHEDULES, strict=True)), ids=name)
-@pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_cut_pages(target: Target, schedule: Schedule, page_size: int) -> None:
-    assert_cut(
-        target, solve_on(target, paged((5,), (1100,), page_size, mask="causal", **heads(2, 1)), schedule, sms=16)
-    )
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=name)
@@ -278,17 +252,6 @@ def test_the_kernels_of_auto(target: Target) -> None:
         with using(target.arch, kernels=kernels) as emulation:
             batch_case.call(problem, batch_case.make(problem), backend="emulator")
         assert [record.spec["kernel"] for record in emulation.records] == [ran]
-
-
-@pytest.mark.parametrize(
-    ("page_size", "kv_dtype", "kv"),
-    [(1, None, "gathered"), (64, None, "paged"), (4, "float8_e4m3fn", "gathered"), (8, "float8_e4m3fn", "paged")],
-)
-@pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_auto_takes_pages_of_any_size(target: Target, page_size: int, kv_dtype: str | None, kv: str) -> None:
-    batch = paged((70,), (90,), page_size, kv_dtype=kv_dtype, **dims(128))
-    records = emulate(batch, target.arch).records
-    assert [(record.spec["kernel"], record.spec["kv"]) for record in records] == [(target.kernels, kv)]
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=name)
@@ -311,19 +274,6 @@ def test_expanded_keys(target: Target) -> None:
             planned.run(q, k, v)
         got = planned.run(q, k.contiguous(), v.contiguous())
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("draw", [random_batch_case, random_case], ids=["batch", "single"])
-@pytest.mark.parametrize("target", TARGETS, ids=name)
-def test_as_right_as_fa2(target: Target, draw: Callable[..., BatchCase]) -> None:
-    """On the same inputs: a short random problem that both take, as `tests/gpu/test_matrices.py` has many."""
-    fa2 = Target("fa2", target.arch, (), "")
-    drawn = (x for x in (draw(seed, 150) for seed in itertools.count()) if "decode" not in x.kind and x.rows >= 20)
-    problem = next(x for x in drawn if all(k.takes(x) for k in (fa2, target)))
-    for backend in ("fa2", target.kernels):
-        with using(target.arch, kernels=backend, sms=2) as emulation:
-            Solver(problem, backend="emulator").assert_right()
-        assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {backend}
 
 
 @pytest.mark.parametrize("kernels", ["reference", "emulator", "fa9"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -17,25 +15,14 @@ from tests.support.case import LOG2E
 from tests.support.cover import needed
 from tests.support.matrix import SMALL
 from tests.support.persistent_emulated import BATCHES, GATHERED, LONG, OF_8_BITS, Target, name, of_8_bits, solve_on
-from tests.support.schedules import ALL_SCHEDULES, in_turn, way_of_keys
+from tests.support.schedules import in_turn, way_of_keys
 
 pytestmark = pytest.mark.emulator
 
-LONG_SINGLES = needed(of_8_bits(LONG))
-LONG_BATCHES = needed(of_8_bits([*BATCHES, *GATHERED]))
-FIRST = {way_of_keys(batch): batch for batch in reversed(LONG_BATCHES)}.values()
-
-
-def dealt(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
-    """Problems for each target in turn. What they differ in 16-bit keys have on all targets."""
-    targets = itertools.cycle(OF_8_BITS)
-    return [(next(targets), problem, schedule) for problem, schedule in in_turn(problems)]
-
-
-def on_all(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
-    """Problems on every target, which has tiles and staging of its own for 8-bit keys."""
-    turns = in_turn(problems)
-    return [(target, problem, schedule) for target in OF_8_BITS for problem, schedule in turns]
+LONG_PROBLEMS = needed(of_8_bits((*LONG, *BATCHES, *GATHERED)))
+SMALL_PROBLEMS = needed(of_8_bits((*SMALL, *batch_case.SMALL)), besides=LONG_PROBLEMS)
+# On each target in turn: what they differ in 16-bit keys have on all targets.
+DEALT = list(zip(itertools.cycle(OF_8_BITS), in_turn(SMALL_PROBLEMS), strict=False))
 
 
 @pytest.fixture(params=OF_8_BITS, ids=name)
@@ -43,40 +30,18 @@ def target(request: pytest.FixtureRequest) -> Target:
     return request.param
 
 
-@pytest.mark.parametrize(
-    ("target", "problem", "schedule"), dealt(needed(of_8_bits(SMALL), besides=LONG_SINGLES)), ids=name
-)
-def test_single(target: Target, problem: BatchCase, schedule: Schedule) -> None:
-    solve_on(target, problem, schedule)
+@pytest.mark.parametrize(("target", "turn"), DEALT, ids=name)
+def test_small(target: Target, turn: tuple[BatchCase, Schedule]) -> None:
+    solve_on(target, *turn)
 
 
-@pytest.mark.parametrize(
-    ("target", "batch", "schedule"),
-    dealt(needed(of_8_bits(batch_case.SMALL), besides=LONG_BATCHES)),
-    ids=name,
-)
-def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
-    solve_on(target, batch, schedule)
-
-
-@pytest.mark.parametrize(("target", "problem", "schedule"), on_all(LONG_SINGLES), ids=name)
+@pytest.mark.parametrize(("problem", "schedule"), in_turn(LONG_PROBLEMS, structure=way_of_keys), ids=name)
 def test_long(target: Target, problem: BatchCase, schedule: Schedule) -> None:
+    """On every target, which has tiles and staging of its own for 8-bit keys: dense ones, boxes of pages, and small
+    pages gathered by one warp. The first of each way on all schedules.
+    """
     emulation = solve_on(target, problem, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {problem.kv_dtype}
-
-
-@pytest.mark.parametrize(
-    ("target", "batch", "schedule"),
-    [
-        *itertools.product(OF_8_BITS, FIRST, ALL_SCHEDULES),
-        *on_all([batch for batch in LONG_BATCHES if batch not in FIRST]),
-    ],
-    ids=name,
-)
-def test_long_batches(target: Target, batch: BatchCase, schedule: Schedule) -> None:
-    """Ragged keys, boxes of pages, and small pages gathered by one warp: the first of each way on all schedules."""
-    emulation = solve_on(target, batch, schedule, sms=3)
-    assert {record.spec["kv_dtype"] for record in emulation.records} == {batch.kv_dtype}
 
 
 def codes(stored: torch.dtype) -> torch.Tensor:

@@ -16,17 +16,15 @@ from tests.support.schedules import all_alike, in_turn
 pytestmark = pytest.mark.emulator
 
 
-@pytest.mark.parametrize(("batch", "schedule"), in_turn(NVFP4_BATCHES, structure=all_alike), ids=name)
-def test_nvfp4(batch: BatchCase, schedule: Schedule) -> None:
-    emulation = solve_on(FA3, batch, schedule, sms=3)
-    assert {record.spec["kv_dtype"] for record in emulation.records if "kv_dtype" in record.spec} == {"nvfp4"}
-
-
-@pytest.mark.parametrize(("batch", "schedule"), in_turn(ROPE_BATCHES, structure=all_alike), ids=name)
-def test_rope(batch: BatchCase, schedule: Schedule) -> None:
-    emulation = solve_on(FA3, batch, schedule, sms=3)
-    specs = [record.spec for record in emulation.records]
-    assert {spec["pos_encoding"] for spec in specs if spec["kernel"] == "fa3"} == {"rope"}
+@pytest.mark.parametrize(
+    ("batch", "schedule"),
+    [*in_turn(NVFP4_BATCHES, structure=all_alike), *in_turn(ROPE_BATCHES, structure=all_alike)],
+    ids=name,
+)
+def test_transformed(batch: BatchCase, schedule: Schedule) -> None:
+    specs = [record.spec for record in solve_on(FA3, batch, schedule, sms=3).records]
+    transforms = {(spec["kv_dtype"], spec["pos_encoding"]) for spec in specs if spec["kernel"] == "fa3"}
+    assert transforms == {("nvfp4", "none") if batch in NVFP4_BATCHES else ("", "rope")}
 
 
 @pytest.mark.parametrize("q_dtype", [torch.float16, torch.bfloat16], ids=str)

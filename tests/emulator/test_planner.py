@@ -33,8 +33,9 @@ def case(qo_len: object, kv_len: object, params: object = DECODE, limits: BatchL
     return bounded(Case(qo, kv, page, 0, params, limits), 0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("arch", "seed", "count"), [("sm_90a", 0, 70), ("sm_80", 1, 8), ("sm_100a", 2, 8)])
+@pytest.mark.parametrize(("arch", "seed", "count"), [("sm_90a", 0, 70), ("sm_80", 1, 8)])
 def test_schedules_are_those_of_the_host(arch: str, seed: int, count: int) -> None:
+    """Later architectures have Hopper's PTX."""
     with using(arch, checks=False):
         for drawn in cases(count, seed, most_requests=100):
             assert difference(drawn, emulated(arch), "cpu") is None

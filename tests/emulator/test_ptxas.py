@@ -88,7 +88,7 @@ def test_what_is_left_out_exists() -> None:
 def test_every_new_form_has_a_micro_kernel() -> None:
     """Tensor memory and conversions apart, which have tests of their own."""
     load()
-    used = {form.build for known in memory_cases() for form in _forms_in(known.case.ptx)}
+    used = {form.build for case in memory_cases() for form in _forms_in(case.ptx)}
     others = ("f32x2", "clusterlaunchcontrol", "cvt.rn", "tcgen05")
     for row in ROWS:
         if "sm_100a" in row.archs and "sm_90a" not in row.archs and not any(word in row.line for word in others):

@@ -3,8 +3,8 @@ sees, under all schedules."""
 
 from __future__ import annotations
 
-import itertools
 import re
+from itertools import cycle
 
 import pytest
 
@@ -15,6 +15,7 @@ from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import named
 from tests.emulator.test_xqa import solve
 from tests.support.batch_case import E5M2, BatchCase, decode, dims, heads
+from tests.support.persistent_emulated import name
 from tests.support.right import emulate
 from tests.support.schedules import KINDS, in_turn
 from tests.support.xqa_case import XqaCase
@@ -59,16 +60,14 @@ CASES = {
 }  # fmt: skip
 
 
-def keys_of(case: tuple[str, str]) -> str:
-    return CASES[case[0]].kv
+# Of one spec both architectures have the same PTX; their rings differ. So they take two cases each in turn.
+DEALT = list(zip(CASES, cycle(sorted(ARCHS * 2)), strict=False))
 
 
-@pytest.mark.parametrize(
-    ("name", "arch", "schedule"),
-    [(*case, schedule) for case, schedule in in_turn(itertools.product(CASES, ARCHS), KINDS, keys_of)],
-)
-def test_case(name: str, arch: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert solve(CASES[name], arch, 3, schedule, monkeypatch) == ""
+@pytest.mark.parametrize(("of", "schedule"), in_turn(DEALT, KINDS, lambda of: CASES[of[0]].kv), ids=name)
+def test_case(of: tuple[str, str], schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, arch = of
+    assert solve(CASES[case], arch, 3, schedule, monkeypatch) == ""
 
 
 BATCHES = (
@@ -78,19 +77,17 @@ BATCHES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("batch", "arch", "schedule"),
-    [(*case, schedule) for case, schedule in in_turn(itertools.product(BATCHES, ARCHS), KINDS)],
-    ids=lambda x: getattr(x, "id", x),
-)
+@pytest.mark.parametrize(("batch", "arch", "schedule"), list(zip(BATCHES, cycle(ARCHS), KINDS, strict=False)), ids=name)
 def test_wrappers(batch: BatchCase, arch: str, schedule: str) -> None:
     emulation = emulate(batch, arch, "xqa", Schedule(schedule, 1), sms=2)
     assert {record.spec["kernel"] for record in emulation.records} == {"xqa"}
 
 
-@pytest.mark.parametrize("kv_dtype", ["nvfp4", "float8_e4m3fn", E5M2])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_fa2_converts(kv_dtype: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float16", "nvfp4"), *(("bfloat16", x) for x in ("nvfp4", "float8_e4m3fn", E5M2))]
+)
+def test_fa2_converts(dtype: str, kv_dtype: str) -> None:
+    """By other instructions than on Hopper, which has the same code for fp8 to fp16."""
     batch = decode((33, 1), kv_dtype=kv_dtype, dtype=dtype, **heads(2, 1))
     emulation = emulate(batch, "sm_100a", "fa2", sms=1)
     assert "fa2" in {record.spec["kernel"] for record in emulation.records}

@@ -46,7 +46,7 @@ def _traits(problem: Any) -> set[Trait]:
     lengths = [fields[name] for name in LENGTHS]
     head_dims = (value for name, value in fields.items() if name.startswith("head_dim"))
     found: set[Trait] = {("group", qo_heads // kv_heads), ("code", *head_dims, _mask(fields))}
-    found.add(("requests", min(len(lengths[0]), 2), any(lengths[1])))
+    found.add(("requests", min(len(lengths[0]), 2), any(lengths[0]), any(lengths[1])))
     for qo_len, kv_len in zip(*lengths, strict=True):
         found.add(("tiles", min(-(-qo_len // TILE), 2), min(-(-kv_len // TILE), 2), qo_len > kv_len))
     for name, value in fields.items():

@@ -19,18 +19,24 @@ def in_turn(
     problems: Iterable[Problem],
     schedules: Sequence[Any] = ALL_SCHEDULES,
     structure: Callable[[Problem], Hashable] | None = None,
+    seen: Iterable[Hashable] = (),
 ) -> list[tuple[Problem, Any]]:
     """Every problem with one schedule, in turn, and the first problem of each structure with all of them.
 
     A schedule can find what is wrong with the order of synchronising instructions. Problems of one structure have
-    these in common; they differ in lengths, scales and other numbers.
+    these in common; they differ in lengths, scales and other numbers. A structure may be a frozenset of parts, each of
+    which needs a first problem. `seen`: parts that other problems have.
     """
-    seen, found = set(), []
+    found, known = [], set(seen)
     for i, problem in enumerate(problems):
-        first = structure is not None and structure(problem) not in seen
-        seen.add(structure and structure(problem))
+        first = structure is not None and not parts_of(structure(problem)) <= known
+        known |= parts_of(structure(problem)) if structure else set()
         found += [(problem, schedule) for schedule in (schedules if first else [schedules[i % len(schedules)]])]
     return found
+
+
+def parts_of(structure: Hashable) -> frozenset[Hashable]:
+    return structure if isinstance(structure, frozenset) else frozenset({structure})
 
 
 def all_alike(problem: object) -> None:
@@ -44,7 +50,9 @@ def way_of_keys(problem: BatchCase) -> str:
     return "boxes" if problem.page_size >= 16 else "gathered"
 
 
-def structure(problem: BatchCase) -> Hashable:
-    """What decides the order of synchronising instructions of a persistent kernel."""
+def structure(problem: BatchCase) -> frozenset[Hashable]:
+    """What decides the order of synchronising instructions of a persistent kernel: its tile, by the head dims, and what
+    its warps do for keys and masks.
+    """
     mask = "bits" if problem.mask in ("custom", "packed") else problem.mask
-    return problem.head_dim_qk, problem.head_dim_vo, problem.kv_dtype, mask, way_of_keys(problem)
+    return frozenset({(problem.head_dim_qk, problem.head_dim_vo), (problem.kv_dtype, mask, way_of_keys(problem))})

@@ -4,7 +4,6 @@ yet: every case comes with the bytes that the PTX ISA asks for, worked out here 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,19 +18,7 @@ ROWS, PITCH, WIDTH = 50, 208, 200  # of the tensor: bytes between rows, bytes of
 SMEM = 1024
 
 
-@dataclass(frozen=True)
-class Known:
-    """A case and the beginning of its output, as far as it is known."""
-
-    case: Case
-    want: bytes
-
-    @property
-    def id(self) -> str:
-        return self.case.id
-
-
-def memory_cases() -> Iterator[Known]:
+def memory_cases() -> Iterator[Case]:
     yield _pair("tile.pair", ".L2::cache_hint.cta_group::2")
     yield _pair("tile.multicast.pair", ".multicast::cluster.cta_group::2")
     yield from map(wide, WIDE_STORES)
@@ -73,7 +60,7 @@ _SETUP = (
 WAIT = ("WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r9], %r6;", "@!%p2 bra WAIT;")
 
 
-def _pair(name: str, more: str) -> Known:
+def _pair(name: str, more: str) -> Case:
     """Two CTAs. Multicast: the odd one loads for both. Otherwise each loads rows of its own. The bytes of both are
     counted by the even one's barrier."""
     multicast, nbytes, firsts = ".multicast" in more, 4 * SPAN, (3, 48)
@@ -96,7 +83,7 @@ def _pair(name: str, more: str) -> Known:
     want = b"".join(_image(data, 64, first).tobytes() for first in loaded)
     source = Map("bfloat16", (WIDTH // 2, ROWS), (PITCH,), (SPAN // 2, 4), 3, "in")
     options: dict[str, Any] = {"threads": 128, "grid": 2, "cluster": 2, "maps": (source,)}
-    return Known(Case("pair", name, kernel.ptx(), data.tobytes(), 2 * nbytes, "u1", **options), want)
+    return Case("pair", name, kernel.ptx(), data.tobytes(), 2 * nbytes, "u1", want=want, **options)
 
 
 # --- 256 bits ---------------------------------------------------------------------------------------------------------
@@ -104,19 +91,19 @@ def _pair(name: str, more: str) -> Known:
 WIDE_STORES = ("st.global.v8.b32", "st.global.v8.f32")
 
 
-def wide(form: str, offset: int = 0) -> Known:
+def wide(form: str, offset: int = 0) -> Case:
     """32 threads move 32 bytes each: by single words from global memory, by one store back."""
     kernel = load_lane(text(), 8).add("mad.wide.u32 %rd2, %me, 32, %dst;")
     kernel.add(f"{form} [%rd2+{offset}], {{{', '.join(f'%r{i}' for i in range(8))}}};")
     data, initial = (rng(x).integers(0, 256, 1024).astype(np.uint8) for x in (form, form + "o"))
-    case = Case("wide", form, kernel.ptx(), data.tobytes(), 1024, "u1", initial=initial.tobytes())
-    return Known(case, data.tobytes())
+    known = {"initial": initial.tobytes(), "want": data.tobytes()}
+    return Case("wide", form, kernel.ptx(), data.tobytes(), 1024, "u1", **known)
 
 
 # --- ldmatrix of bytes -----------------------------------------------------------------------------------------------
 
 
-def _transposed_bytes() -> Iterator[Known]:
+def _transposed_bytes() -> Iterator[Case]:
     """Rows of 16 bytes at addresses in a shuffled order: 16 of each matrix, lane l % 16 naming row l % 16."""
     for count in (1, 2):
         name = f"ldmatrix.m16n16.x{count}"
@@ -134,5 +121,4 @@ def _transposed_bytes() -> Iterator[Known]:
         for lane, word, byte in np.ndindex(want.shape):
             row = rows[word // 2 * 16 + lane % 4 * 4 + byte]
             want[lane, word, byte] = data[row * 16 + lane // 4 + word % 2 * 8]
-        case = Case("matrix", name, kernel.ptx(), data.tobytes() + rows.tobytes(), want.size)
-        yield Known(case, want.tobytes())
+        yield Case("matrix", name, kernel.ptx(), data.tobytes() + rows.tobytes(), want.size, want=want.tobytes())

@@ -37,7 +37,7 @@ class Map:
 @dataclass(frozen=True)
 class Case:
     """`unit`: numpy type in which outputs are compared; `ulps`: how far they may be apart (0: bit for bit, but any NaN
-    equals any other)."""
+    equals any other). `want`: the beginning of the output, where it is known without hardware."""
 
     family: str
     name: str
@@ -51,6 +51,7 @@ class Case:
     cluster: int = 1
     maps: tuple[Map, ...] = ()
     initial: bytes = b""  # of the output; zeros if empty
+    want: bytes = b""
 
     @property
     def id(self) -> str:

@@ -1,4 +1,6 @@
-"""fa2 with q, k and v in fp8, from its PTX: every element within what the rounding of probabilities explains."""
+"""q, k and v in fp8, from PTX: every element within what the rounding of probabilities explains. Outputs in fp8, which
+are rounded once.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,18 @@ from cute_attn import single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule, narrow_sums, using
 from cute_attn.emulator.isa import mma
 from cute_attn.emulator.warp_batch import WarpBatch
+from tests.support import narrow_outputs
 from tests.support.batch_case import E5M2, BatchCase, features, heads, ragged
 from tests.support.cover import needed
 from tests.support.fp8_case import CUT, LONG, SIGNED, SMALL, VARIED, fp8, single
 from tests.support.matrix import CAUSAL
-from tests.support.persistent_emulated import name
+from tests.support.persistent_emulated import TARGETS, Target, assert_cut, name, solve_on
 from tests.support.right import emulate, families
-from tests.support.schedules import ALL_SCHEDULES, in_turn
+from tests.support.schedules import ALL_SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
-ARCH = "sm_120a"
+FA2 = Target("fa2", "sm_120a", ALL_SCHEDULES, "")
 # Decode tiles, whose warps merge; a key far above all others in every tile of a row
 DECODE: tuple[BatchCase, ...] = (
     fp8((1,) * 4, (300, 20, 64, 129), (8, 2), 16, **SIGNED),
@@ -28,31 +31,43 @@ DECODE: tuple[BatchCase, ...] = (
     single(3, 200, (2, 1), head_dim=256, **CAUSAL, o_dtype="float32"),
     fp8((70,), (400,), (4, 4), spike=100.0, **CAUSAL, sm_scale=1.0),
 )
+NEEDED = {target: needed((*SMALL, *VARIED), features, (*LONG, *CUT)) for target in TARGETS}
+NEEDED[FA2] = needed((*DECODE, *SMALL, *VARIED), features, (*LONG, *CUT))
 
 
 @pytest.mark.parametrize(
-    ("case", "schedule"),
-    in_turn(needed((*DECODE, *SMALL, *VARIED), features, (*LONG, *CUT))),
-    ids=name,
+    ("target", "case", "schedule"), [(of, *turn) for of, cases in NEEDED.items() for turn in in_turn(cases)], ids=name
 )
-def test_fp8(case: BatchCase, schedule: Schedule) -> None:
-    """ "auto" takes fa2, and its products are those of 8 bits."""
-    emulation = emulate(case, ARCH, schedule=schedule, sms=3)
-    assert families(emulation) in (["fa2"], ["fa2", "combine"])
+def test_fp8(target: Target, case: BatchCase, schedule: Schedule) -> None:
+    """fa2's products are those of 8 bits."""
+    emulation = solve_on(target, case, schedule, sms=3)
+    assert families(emulation) in ([target.kernels], ["fa2", "combine"])
     forms = {form for record in emulation.records for form in record.stats.instructions if form.startswith("mma.sync")}
-    assert forms
+    assert bool(forms) == (target is FA2)
     assert all(".m16n8k32." in form for form in forms)
 
 
-@pytest.mark.parametrize(("case", "schedule"), in_turn(CUT), ids=name)
-def test_cut_keys(case: BatchCase, schedule: Schedule) -> None:
-    """Partial outputs hold the scale of their head; their merge applies what is left."""
-    assert families(emulate(case, ARCH, schedule=schedule, sms=16)) == ["fa2", "combine"]
-
-
 @pytest.mark.parametrize("case", LONG, ids=name)
-def test_many_tiles(case: BatchCase) -> None:
-    assert families(emulate(case, ARCH, sms=1))[0] == "fa2"
+@pytest.mark.parametrize("target", NEEDED, ids=name)
+def test_many_tiles(target: Target, case: BatchCase) -> None:
+    assert families(solve_on(target, case, Schedule(), sms=1))[0] == target.kernels
+
+
+@pytest.mark.parametrize(("case", "schedule"), in_turn(CUT), ids=name)
+@pytest.mark.parametrize("target", NEEDED, ids=name)
+def test_cut_keys(target: Target, case: BatchCase, schedule: Schedule) -> None:
+    """Partial outputs hold the scale of their head; their merge applies what is left."""
+    assert_cut(target, solve_on(target, case, schedule, sms=16))
+
+
+@pytest.mark.parametrize(("problem", "schedule"), in_turn(narrow_outputs.PROBLEMS, structure=all_alike), ids=name)
+def test_narrow_outputs_are_rounded_once(problem: BatchCase, schedule: Schedule) -> None:
+    """On the wgmma kernels, and by the merge of their partials."""
+    with using("sm_90a", kernels="fa3", schedule=schedule, sms=8):
+        narrow_outputs.assert_rounded(problem, "cpu", "emulator")
+
+
+# --- fa2 on GPUs of sm_120a, for which "auto" takes it ----------------------------------------------------------------
 
 
 def test_sums_of_14_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +83,7 @@ def test_sums_of_14_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     calls: list[int] = []
     monkeypatch.setattr(mma, "_multiply_add", multiply_add)
-    emulate(LONG[0], ARCH, sms=1)
+    emulate(LONG[0], FA2.arch, sms=1)
     assert calls
 
 
@@ -76,7 +91,7 @@ def test_sums_of_14_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_multi_item(schedule: Schedule) -> None:
     types = {"dtype": "float8_e4m3fn", "o_dtype": "bfloat16"}
     batch = ragged((100,), (140,), mask="items", longest_item=30, **types, **heads(2, 2))
-    emulation = emulate(batch, ARCH, schedule=schedule, sms=3)
+    emulation = emulate(batch, FA2.arch, schedule=schedule, sms=3)
     assert [(record.spec["kernel"], record.spec["mask"]) for record in emulation.records] == [("fa2", "multi_item")]
 
 
@@ -88,7 +103,7 @@ def test_hidden_and_misaligned_keys(schedule: Schedule) -> None:
     k, v = (torch.randn(200, 2, 72, generator=generator).to(torch.float8_e4m3fn)[..., :64] for _ in range(2))
     expected = single_prefill_with_kv_cache(q, k, v, causal=True, window_left=50, backend="reference")
     k[:79] = torch.nan  # the first row sees the keys from 80 on
-    with using(ARCH, schedule=schedule, sms=3) as emulation:
+    with using(FA2.arch, schedule=schedule, sms=3) as emulation:
         out = single_prefill_with_kv_cache(q, k, v, causal=True, window_left=50, backend="emulator")
     assert {record.spec.get("kv_copy_bytes", 8) for record in emulation.records} == {8}
     torch.testing.assert_close(out.float(), expected.float(), rtol=0.07, atol=0.07)

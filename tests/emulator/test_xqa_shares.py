@@ -1,4 +1,6 @@
-"""Shares of a warp's own unit (`WarpShares`) on the emulator: requests of about equal lengths, and of any others."""
+"""How CTAs and warps divide segments, on the emulator: shares of a warp's own unit (`WarpShares`) or of a CTA's, of
+requests of about equal lengths and of any others, segments that are dealt out, and a warp for every head.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import torch
 from cute_attn.kernels.xqa.tiles import EVEN, Shape
 from cute_attn.request.decode import COUNTER_BYTES
 from tests.emulator.test_xqa import launches
-from tests.support.schedules import KINDS
+from tests.support.schedules import KINDS, in_turn
 from tests.support.xqa_case import XqaCase
 from tests.support.xqa_rules import forced_ring
 
@@ -17,8 +19,8 @@ WORKSPACE_BYTES = COUNTER_BYTES + (1 << 20)
 WARP_SHARES = "2x2x16x2e"  # two CTAs of two warps per SM, a unit for each warp
 CTA_SHARES = "2x2x16x1"  # a CTA of two warps per SM, a unit for both
 
-# (case, SMs, whether CTAs leave no partial results)
-CASES = {
+# By ring: case, SMs, whether CTAs leave no partial results.
+OF_WARPS = {
     "a segment a share": (XqaCase((130, 150, 141, 127), kv="e4m3"), 2, True),
     "shorter than the longest by a quarter": (XqaCase((160, 128, 160, 128), kv="e4m3"), 2, True),
     "two segments a share": (XqaCase((33, 40, 48, 34, 48, 40, 33, 41), kv="e4m3", sinks=True), 2, True),
@@ -54,22 +56,7 @@ CASES = {
     ),
     "padded rows": (XqaCase((190, 41), kv="e4m3", head_dim=80, out="e4m3"), 2, False),
 }  # fmt: skip
-
-
-# Cases that other schedules run too: of each way to divide the work.
-CORE = ("two segments a share", "three parts of a segment", "unequal")
-RUNS = [(name, schedule) for schedule in KINDS for name in (CASES if schedule == "adversarial" else CORE)]
-
-
-@pytest.mark.parametrize(("name", "schedule"), RUNS)
-def test_shares_of_warps(name: str, schedule: str) -> None:
-    case, sms, whole = CASES[name]
-    works, left_none = shares(case, sms, WARP_SHARES, schedule)
-    assert works <= {"even"}
-    assert left_none == whole
-
-
-# The same for CTAs of two warps; two rounds of these are four tiles.
+# Two rounds of CTAs of two warps are four tiles.
 OF_CTAS = {
     "four tiles more than equal shares": (XqaCase((200, 193, 208), kv="bf16", heads=(4, 1)), 4, True),
     "five more": (XqaCase((300, 290, 304), kv="bf16", heads=(4, 1), sinks=True), 4, False),
@@ -83,14 +70,9 @@ OF_CTAS = {
     "blocks of rows": (XqaCase((90, 6, 96, 90), kv="e4m3", heads=(16, 2), q_len=3), 8, True),
     "a pair of warps a tile": (XqaCase((70, 96, 81), kv="e4m3", heads=(4, 1), head_dim=256), 4, True),
 }
-
-
-@pytest.mark.parametrize("name", OF_CTAS)
-def test_shares_of_ctas(name: str) -> None:
-    case, sms, whole = OF_CTAS[name]
-    assert shares(case, sms, CTA_SHARES, "adversarial") == ({"shares"}, whole)
-
-
+# Two such CTAs per SM: four rounds are eight tiles.
+OF_SMALL_CTAS = {"five tiles more than equal shares": (OF_CTAS["five more"][0], 2, True)}
+OF_CTAS_FOR_MANY = {"head dim 64": (XqaCase((40, 1500, 77, 0, 120), kv="e4m3", heads=(8, 2), head_dim=64), 1, False)}
 # Segments that CTAs take one after the other (`parts.tickets`): two at most, or as many as they come to. They have up
 # to 32 tiles, or up to a quarter of an equal share.
 DEALT = {
@@ -106,33 +88,82 @@ DEALT = {
     "one CTA": (XqaCase((40, 90, 7, 31), kv="e4m3", heads=(4, 1)), 1),
     "a pair of warps a tile": (XqaCase((70, 96, 81, 5, 60), kv="e4m3", heads=(4, 1), head_dim=512), 2),
 }
+SHARES = {
+    "of warps": (WARP_SHARES, OF_WARPS),
+    "of CTAs": (CTA_SHARES, OF_CTAS),
+    "of small CTAs": ("2x2x16x2", OF_SMALL_CTAS),
+    "of many requests": ("4x2x32x4", OF_CTAS_FOR_MANY),
+    "dealt out": (CTA_SHARES, {name: (*row, True) for name, row in DEALT.items()}),
+}
+# Cases that other schedules run too: of each way to divide the work.
+CORE = {
+    "of warps": ("two segments a share", "three parts of a segment", "unequal"),
+    "dealt out": ("many", "one more"),
+}
+RUNS = [(of, name, "adversarial") for of, (_, cases) in SHARES.items() for name in cases]
+RUNS += [(of, name, schedule) for of, names in CORE.items() for name in names for schedule in KINDS[:2]]
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [(name, schedule) for schedule in KINDS for name in (DEALT if schedule == "adversarial" else ("many", "one more"))],
-)
-def test_segments_are_dealt_out(name: str, schedule: str) -> None:
-    case, sms = DEALT[name]
-    assert shares(case, sms, CTA_SHARES, schedule) == ({"shares"}, True)
+@pytest.mark.parametrize(("of", "name", "schedule"), RUNS)
+def test_shares(of: str, name: str, schedule: str) -> None:
+    ring, cases = SHARES[of]
+    case, sms, whole = cases[name]
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
+    with forced_ring(ring, case, Shape(EVEN)):
+        works = {record.spec["work"] for record in launches(case, sms, schedule, workspace)}
+    assert works <= {"even" if of == "of warps" else "shares"}
+    assert bool((workspace[COUNTER_BYTES:] == 0xFF).all()) == whole  # no partial result
 
 
-# The same where an SM has two of them; four rounds are eight tiles. The last one is of the ring for many requests.
-OF_SMALL_CTAS = {
-    "five tiles more than equal shares": (OF_CTAS["five more"][0], 2, "2x2x16x2", True),
-    "head dim 64": (XqaCase((40, 1500, 77, 0, 120), kv="e4m3", heads=(8, 2), head_dim=64), 1, "4x2x32x4", False),
+# Warps that have a whole segment each: case, ring, rows that share a read of the keys, grid.
+OF_HEADS = {
+    "all heads of a token": (XqaCase((150, 150), kv="e4m3", heads=(32, 8)), "8x2x16x2h", 4, (1, 1, 2)),
+    "rows that fill a block, sinks": (
+        XqaCase((90, 0, 133), kv="e4m3", heads=(64, 8), page_size=64, kv_layout="HND", sinks=True),
+        "8x3x16x2h",
+        8,
+        (1, 1, 3),
+    ),
+    "16 bits": (XqaCase((140,), heads=(32, 8), kv_layout="HND", sinks=True), "8x2x16x1h", 4, (1, 1, 1)),
+    "two CTAs for the heads of a token": (
+        XqaCase((70, 5, 100), heads=(64, 8), page_size=64, form="tensor"),
+        "4x3x16x2h",
+        8,
+        (2, 1, 3),
+    ),
+    "a block of rows for each of two tokens": (
+        XqaCase((60, 133), kv="e4m3", heads=(64, 8), q_len=2, page_size=64),
+        "4x3x16x4h",
+        8,
+        (4, 1, 2),
+    ),
+    "two blocks of rows in a warp": (XqaCase((60, 133), heads=(32, 4), q_len=2), "4x3x16x1h", 16, (1, 1, 2)),
+    "a tree, queries of unequal length": (
+        XqaCase((300, 40), kv="e4m3", heads=(8, 4), q_len=4, q_lens=(4, 2), mask=True, window_left=200, out="e4m3"),
+        "4x3x32x2h",
+        8,
+        (1, 1, 2),
+    ),
+    "padded rows": (
+        XqaCase((90, 41), kv="e4m3", heads=(8, 2), head_dim=80, q_len=2, out="e4m3"),
+        "2x2x16x4h",
+        8,
+        (1, 1, 2),
+    ),
+    "keys ahead": (XqaCase((200, 7), kv="e4m3", heads=(16, 4)), "4x2x16x4ha64", 4, (1, 1, 2)),
+    "a wide head": (XqaCase((70, 33), kv="fp16", q="fp16", heads=(6, 2), head_dim=256), "2x2x32x1h", 3, (1, 1, 2)),
+    "4 bits, rows that are there twice": (
+        XqaCase((150, 33), kv="nvfp4", heads=(4, 2), bmm1_scale=0.001),
+        "2x2x32x4h",
+        2,
+        (1, 1, 2),
+    ),
 }
 
 
-@pytest.mark.parametrize("name", OF_SMALL_CTAS)
-def test_shares_of_small_ctas(name: str) -> None:
-    case, sms, text, whole = OF_SMALL_CTAS[name]
-    assert shares(case, sms, text, "adversarial") == ({"shares"}, whole)
-
-
-def shares(case: XqaCase, sms: int, text: str, schedule: str) -> tuple[set[str], bool]:
-    """The kinds of work of the launches with a ring, and whether they left no partial."""
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
-    with forced_ring(text, case, Shape(EVEN)):
-        works = {record.spec["work"] for record in launches(case, sms, schedule, workspace)}
-    return works, bool((workspace[COUNTER_BYTES:] == 0xFF).all())
+@pytest.mark.parametrize(("name", "schedule"), in_turn(OF_HEADS, KINDS, lambda name: OF_HEADS[name][0].kv))
+def test_a_warp_for_every_head(name: str, schedule: str) -> None:
+    case, ring, rows, grid = OF_HEADS[name]
+    with forced_ring(ring, case, Shape(EVEN), rows):
+        (record,) = launches(case, 2, schedule)
+    assert (record.spec["work"], record.grid) == ("heads", grid)
