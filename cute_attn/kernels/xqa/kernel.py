@@ -25,7 +25,7 @@ from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, warp_index
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, KeysAhead, bounded, early_segment
+from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, bounded, early_segment
 from cute_attn.kernels.xqa.parts.formats import tile_forms
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
@@ -110,8 +110,8 @@ class XqaParams(NamedTuple):
 
 
 named_tuple: Any = NamedTuple  # of fields that type checkers do not see
-# Of `XqaSpec.prefetch`: also the entries of the page table, the pages of the cache, and how many CTAs run at a time.
-AHEAD_FIELDS = ("entries", Int32), ("pages", Int32), ("resident", Int32)
+# Of `XqaSpec.prefetch`: also the entries of the page table, and the pages of the cache.
+AHEAD_FIELDS = ("entries", Int32), ("pages", Int32)
 AheadParams = named_tuple("AheadParams", [*get_type_hints(XqaParams).items(), *AHEAD_FIELDS])
 
 
@@ -276,18 +276,17 @@ class XqaProgram(GridProgram):
         return tiles.first + i * self.spec.teams
 
     def read_ahead(self, p: Any) -> EarlyTiles | None:
-        """Fetch this CTA's first keys before the preceding kernel has ended; read where its first tiles are, if they
-        are to be copied early."""
+        """Read where this warp's first tiles are before the preceding kernel has ended, and fetch them into L2; return
+        where they are, if they are to be copied early."""
         # By lengths that may change, with `q_len` queries per request.
         partition = make_partition(self.spec, p._replace(q_indptr=Int64(0)), isa.load_early_if)
         seen = partition.seen()
         share, segment = early_segment(partition.found(seen), p)
-        early = None
-        if self.spec.prefetch == "smem":
-            kv = bounded(self.paged_kv(p, segment), segment, isa.load_early_if)
-            early = EarlyTiles(seen, share, segment, self.first_page_ids(kv, self.warp_tiles(p, segment, share)))
-        KeysAhead(self.spec, self.team, p).fetch(partition.first_keys(segment, share, self.spec.prefetch_keys))
-        return early
+        kv, tiles = bounded(self.paged_kv(p, segment), segment, isa.load_early_if), self.warp_tiles(p, segment, share)
+        token_pages = self.first_page_ids(kv, tiles, self.memory.prefetch_distance)
+        for i, places in enumerate(token_pages):
+            kv.fetch(places, self.kv_tile(tiles, i), i < tiles.count)
+        return EarlyTiles(seen, share, segment, token_pages) if self.spec.prefetch == "smem" else None
 
     def start(self, p: Any, query_rows: QueryRows, early: EarlyTiles | None) -> Start:
         """Find this CTA's first segment, and start copying its first tiles."""
@@ -305,9 +304,8 @@ class XqaProgram(GridProgram):
         seen, words = partition.seen(), query_rows.load(segment)
         tiles = self.warp_tiles(p, segment, share)
         kv = bounded(self.paged_kv(p, segment), segment, ptx.load_word_if)
-        token_pages = self.first_page_ids(kv, tiles)
+        *token_pages, following = self.first_page_ids(kv, tiles, self.memory.prefetch_distance + 1)
         self.copy_first_tiles(kv, tiles, early.token_pages)
-        following = token_pages[-1]
         windows = isa.all_of([p.q_indptr != Int64(0), p.window_left < p.capacity])  # begin where the queries do
         if cutlass.or_(early.have_changed(seen, token_pages), windows):
             ptx.cp_async_wait(0)
@@ -323,13 +321,12 @@ class XqaProgram(GridProgram):
     def load_prologue(self, p: Any, segment: Segment, share: Share) -> TokenPages:
         """Start copying the first tiles of a segment. Returns the page ids of the tile that follows."""
         kv, tiles = self.paged_kv(p, segment), self.warp_tiles(p, segment, share)
-        token_pages = self.first_page_ids(kv, tiles)
+        *token_pages, following = self.first_page_ids(kv, tiles, self.memory.prefetch_distance + 1)
         self.copy_first_tiles(kv, tiles, token_pages)
-        return token_pages[-1]
+        return following
 
-    def first_page_ids(self, kv: PagedKv, tiles: WarpTiles) -> list[TokenPages]:
-        """Page ids of the first tiles, and of the tile that follows them."""
-        count = self.memory.prefetch_distance + 1
+    def first_page_ids(self, kv: PagedKv, tiles: WarpTiles, count: int) -> list[TokenPages]:
+        """Page ids of the first `count` tiles."""
         return [kv.prefetch_page_ids(self.kv_tile(tiles, i), i < tiles.count) for i in range(count)]
 
     def copy_first_tiles(self, kv: PagedKv, tiles: WarpTiles, token_pages: list[TokenPages]) -> None:

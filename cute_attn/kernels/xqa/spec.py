@@ -121,7 +121,6 @@ class XqaSpec(DecodeSpec):
     work: Work = "shares"
     cluster_size: int = 1  # CTAs of a cluster that merge in shared memory
     prefetch: Prefetch = "none"
-    prefetch_keys: int = 0  # of a CTA, at most
 
     def __post_init__(self) -> None:
         rules = {
@@ -133,7 +132,6 @@ class XqaSpec(DecodeSpec):
             "clusters and heads of a warp need columns that a warp holds": self.team == 1
             or self.work in ("shares", "whole"),
             f"prefetch must be one of {get_args(Prefetch)}": self.prefetch in get_args(Prefetch),
-            "what is prefetched must be keys": (self.prefetch == "none") == (self.prefetch_keys == 0),
             "tiles are copied early where few lengths tell which": self.prefetch != "smem"
             or self.work not in ("shares", "even"),
             "keys with block scales are not prefetched": self.prefetch == "none" or self.kv_bits > 4,

@@ -59,19 +59,18 @@ class Ring(NamedTuple):
     work: Work = "shares"
     cluster_size: int = 1
     prefetch: Prefetch = "none"
-    prefetch_keys: int = 0
 
     def in_clusters(self, size: int) -> Ring:
         """The ring in clusters of so many CTAs."""
         return self._replace(work="cluster", cluster_size=size)
 
-    def to_l2(self, keys: int) -> Ring:
-        """The ring in CTAs that prefetch so many keys to L2."""
-        return self._replace(prefetch="l2", prefetch_keys=keys)
+    def to_l2(self) -> Ring:
+        """The ring in CTAs that prefetch their first tiles to L2."""
+        return self._replace(prefetch="l2")
 
-    def to_smem(self, keys: int) -> Ring:
-        """The ring in CTAs that prefetch so many keys to L2, and of these the first tiles to shared memory."""
-        return self._replace(prefetch="smem", prefetch_keys=keys)
+    def to_smem(self) -> Ring:
+        """The ring in CTAs that also copy them to shared memory from where they were."""
+        return self._replace(prefetch="smem")
 
 
 Rings = tuple[Ring, ...]  # in order of preference
@@ -124,12 +123,12 @@ FAST_MEMORY: dict[int, tuple[Rule[Rings], ...]] = {
 }
 # Of clusters, with room for a guest; of rows of 512 bytes, which leave none. Early tiles gain 0.5 us of one request,
 # but the prefetch into L2 that comes with them costs up to 4 us of some batches (8 x 300 keys, 16/1 heads).
-_QUICK, _WIDE = Ring(4, 3, 1, 8192, guests=1, most=32), Ring(4, 3, 1, 8192).to_smem(64).in_clusters(6)
-_ALL_EARLY = Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT)
+_QUICK, _WIDE = Ring(4, 3, 1, 8192, guests=1, most=32), Ring(4, 3, 1, 8192).to_smem().in_clusters(6)
+_ALL_EARLY = Ring(8, 2, 2, 4096, work="whole").to_l2()
 # Small CTAs: a segment, or a kv head for each warp, of one segment or in shares.
 _SMALL, _PAIR, _TWO = Ring(4, 2, 4, 4096, most=32), Ring(2, 2, 8, 4096), Ring(4, 3, 2, 8192)
 _HEADS, _EVEN = (_PAIR._replace(work="heads"), _PAIR._replace(work="whole")), (_PAIR._replace(work="even"), _SMALL)
-_SMALLEST = _SMALL._replace(work="whole", most=16).to_smem(SHORT)
+_SMALLEST = _SMALL._replace(work="whole", most=16).to_smem()
 _ONE, _NARROW, _WINDOWS = {"requests": range(1, 2)}, {"row": up_to(128)}, {"keys": up_to(SHORTEST)}
 
 
@@ -149,14 +148,14 @@ def _whole(**when: Collection[Any]) -> tuple[Rule[Rings], ...]:
 # 64 segments with some 8 rings each.
 _16_OR_8_BITS = (
     # Windows of 128 keys.
-    _rule(_HEADS[1].to_smem(SHORT), **_WINDOWS, pairs=range(FEW + 1, 513), row=up_to(64)),
+    _rule(_HEADS[1].to_smem(), **_WINDOWS, pairs=range(FEW + 1, 513), row=up_to(64)),
     _rule(_SMALLEST, **_WINDOWS, pairs=up_to(256), head_dim=up_to(64)),
     *_whole(**_WINDOWS),
     # Few segments: as many clusters as there are segments, or more. 131072 keys of 8 kv heads in 8 bits take 69 us
     # with 8 warps and 78 with 4, 2048 keys 7.2 and 4.7.
-    _shared(_QUICK.to_smem(64).in_clusters(8), _WIDE, **_ONE, units=up_to(1)),
-    _shared(_QUICK.to_smem(64).in_clusters(8), _WIDE, **_ONE, units=up_to(8), keys=up_to(8192)),
-    _shared(_LARGE.to_smem(16).in_clusters(6), _WIDE, **_ONE, units=up_to(8)),
+    _shared(_QUICK.to_smem().in_clusters(8), _WIDE, **_ONE, units=up_to(1)),
+    _shared(_QUICK.to_smem().in_clusters(8), _WIDE, **_ONE, units=up_to(8), keys=up_to(8192)),
+    _shared(_LARGE.to_smem().in_clusters(6), _WIDE, **_ONE, units=up_to(8)),
     _shared(_QUICK.in_clusters(8), _WIDE, segments=up_to(12)),
     _rule(_ALL_EARLY, keys=up_to(SHORT), pairs=up_to(FEW), row=range(65, 129)),
     _shared(_QUICK.in_clusters(6), _WIDE, segments=up_to(16)),
@@ -166,7 +165,7 @@ _16_OR_8_BITS = (
     _rule(_TWO._replace(work="whole"), keys=up_to(2 * SHORT), segments=above(4 * FEW - 1), row=range(129, 257)),
     # Few pairs: keys ahead of the preceding launch's end gain 1.02.
     _rule(*_FEW_8_BIT, **_FEW_PAIRS, row=up_to(64)),
-    _rule(_LARGE.to_l2(256), **_FEW_PAIRS),
+    _rule(_LARGE.to_l2(), **_FEW_PAIRS),
     # Shares of warps over 8 bits at head dim 64: 1.09 (64 x 2048) to 1.56 (256 x 3368 to 16539). Of fewer pairs, whose
     # segments they would cut, 0.74 (40 x 100 to 500).
     _rule(*_EVEN, pairs=above(4 * FEW - 1), row=up_to(64)),
@@ -236,7 +235,7 @@ def choose(
     specs = [
         XqaSpec(
             q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks, _cols(kv_dtype, head_dim, row_blocks, r),
-            r.warps, r.stages, r.ctas, paired, r.guests, r.work, r.cluster_size, r.prefetch, r.prefetch_keys,
+            r.warps, r.stages, r.ctas, paired, r.guests, r.work, r.cluster_size, r.prefetch,
         )
         for r in (*rule.value, *(ring._replace(work=work) for ring in OTHER_RINGS))
         if head_dim <= WARP_DIM or r.work in ("shares", "whole")

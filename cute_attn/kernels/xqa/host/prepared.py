@@ -68,8 +68,6 @@ class XqaKernel(PreparedKernel):
             "scale": settings.sm_scale,
             "lse_scale": settings.lse_scale,
         }
-        if self.ahead:
-            static["resident"] = gpu.sms * spec.ctas
         strides = (*STRIDE_FIELDS, PAGES) if self.ahead else STRIDE_FIELDS
         request = (*REQUEST_FIELDS, ENTRIES) if self.ahead else REQUEST_FIELDS
         moving, settled = (TABLE_FIELDS, ()) if features.device_lengths else ((), TABLE_FIELDS)

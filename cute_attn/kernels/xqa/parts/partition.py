@@ -66,15 +66,6 @@ class Segment(NamedTuple):
     request: Request
 
 
-class FirstKeys(NamedTuple):
-    """Tokens [begin, end) that a CTA reads first."""
-
-    first_page: Int32  # index in the page table of the request's first page id
-    head: Int32
-    begin: Int32
-    end: Int32
-
-
 class KvSplit(NamedTuple):
     """Tiles [begin, end) of a segment that one CTA processes, counted from the segment's first tile."""
 
@@ -103,12 +94,6 @@ class Partition:
     def cta_group(self) -> Int32:
         """Index of this CTA's group, which has units `cta_group`, `cta_group` + number of groups, ..."""
         return cute.arch.block_idx()[0]
-
-    @property
-    def launched_before(self) -> Int32:
-        """Number of CTAs of the launch that start before this one."""
-        x, y, _ = cute.arch.block_idx()
-        return y * cute.arch.grid_dim()[0] + x
 
     @property
     def first_unit(self) -> Int32:
@@ -177,17 +162,6 @@ class Partition:
             if p.sinks != Int64(0):
                 head = self.head(self.cta_group * self.spec.heads)  # the CTA's: `warp_index` needs all lanes
                 isa.prefetch_l2(isa.mad_wide(head * p.group.value, Int32(4), p.sinks))
-
-    def first_keys(self, segment: Segment, share: Share, most: int) -> FirstKeys:
-        """The keys of a share's first segment that this CTA reads first, at most `most`; none of a CTA that cannot
-        start before the preceding launch has ended."""
-        p, cols = self.p, self.spec.cols
-        split, request = self.part(self.split(segment, share)), segment.request
-        first_tile = request.first_token // cols
-        begin = ptx.maximum((first_tile + split.begin) * cols, request.first_token)
-        end = ptx.minimum(ptx.minimum((first_tile + split.end) * cols, request.kv_len), begin + most)
-        end = ptx.select(self.launched_before < p.resident, end, Int32(0))
-        return FirstKeys(segment.first_page, self.head(segment.unit), begin, end)
 
     def cost(self, index: Int32) -> Int32:
         """Number of positions that a request takes in the sequence of the CTA group."""
@@ -406,11 +380,6 @@ class WholeSegments(Partition):
     def index(self) -> Int32:
         """Index of this CTA's request."""
         return cute.arch.block_idx()[2]
-
-    @property
-    def launched_before(self) -> Int32:
-        width, height, _ = cute.arch.grid_dim()
-        return super().launched_before + self.index * height * width
 
     def prefetch_lengths(self) -> None:
         self.prefetch_request(self.index)
