@@ -30,12 +30,12 @@ ALL = 1 << 20
 CASES = {
     "windows": (
         XqaCase((500, 0, 1, 40, 133), kv="e4m3", heads=(16, 2), head_dim=64, window_left=127, sinks=True),
-        "2x2x32x8wae",
+        "2x2x32x8wa",
         64,
     ),
     "a tile of a window for each warp": (
         XqaCase((500, 0, 1, 133), heads=(16, 2), head_dim=64, window_left=127, sinks=True),
-        "4x2x16x4wae",
+        "4x2x16x4wa",
         64,
     ),
     "windows, a head for each warp": (
@@ -43,16 +43,16 @@ CASES = {
         "4x3x32x2ha",
         64,
     ),
-    "clusters": (XqaCase((700,), kv="e4m3", heads=(16, 2)), "4x2x16x1+1c4ae", 0),
+    "clusters": (XqaCase((700,), kv="e4m3", heads=(16, 2)), "4x2x16x1+1c4", 0),
     "clusters of several requests": (
         XqaCase((700, 0, 300), heads=(8, 2), window_left=400, sinks=True),
-        "4x3x16x1c4ae",
+        "4x3x16x1c4",
         0,
     ),
     "warps with a head each": (XqaCase((200, 7, 40), kv="e4m3", heads=(16, 4)), "4x2x16x4ha", 16),
     "shares": (XqaCase((300, 0, 70, 9), heads=(8, 2)), "4x3x16x1a", 0),
     "shares of many requests": (XqaCase((40,) * 35, kv="e4m3", heads=(4, 1)), "2x3x16x1a", 0),
-    "queries of several tokens": (XqaCase((90, 200), heads=(4, 1), q_len=3, q_lens=(1, 3)), "2x3x16x1c4ae", ALL),
+    "queries of several tokens": (XqaCase((90, 200), heads=(4, 1), q_len=3, q_lens=(1, 3)), "2x3x16x1c4", ALL),
 }
 EARLY = r"(@p ld\.relaxed\.gpu\.global\.b32 t0, \[[^]]*\];)"
 
@@ -100,7 +100,7 @@ def reads(name: str, built: Built, rewrite: Any, schedule: str, monkeypatch: pyt
     gpu = emulator.using("sm_90a", sms=16 if "c4" in ring else 2, schedule=Schedule(schedule, 1), rewrite=rewrite)
     with forced_ring(ring, built.case, Shape(200, keys=201)), gpu as emulation:
         assert built.check(*decode(built)) == ""
-    assert emulation.records[0].spec["prefetch"] == ("smem" if ring.endswith("e") else "l2")
+    assert emulation.records[0].spec["prefetch"] == ring.endswith("a")
     return found
 
 
@@ -147,5 +147,5 @@ def test_stale_lengths_and_pages_stay_in_bounds(
 def test_windows_of_unequal_queries() -> None:
     """They begin elsewhere than those of as many queries each, where the first tiles were copied from."""
     built = build(XqaCase((90, 200), heads=(8, 2), q_len=3, q_lens=(1, 3), window_left=40))
-    with forced_ring("4x3x16x1c4ae", built.case, Shape(2, 2), 12), emulator.using("sm_90a", sms=16):
+    with forced_ring("4x3x16x1c4", built.case, Shape(2, 2), 12), emulator.using("sm_90a", sms=16):
         assert built.check(*decode(built)) == ""

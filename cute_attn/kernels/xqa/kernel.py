@@ -110,7 +110,7 @@ class XqaParams(NamedTuple):
 
 
 named_tuple: Any = NamedTuple  # of fields that type checkers do not see
-# Of `XqaSpec.prefetch`: also the entries of the page table, and the pages of the cache.
+# Of `XqaSpec.reads_ahead`: also the entries of the page table, and the pages of the cache.
 AHEAD_FIELDS = ("entries", Int32), ("pages", Int32)
 AheadParams = named_tuple("AheadParams", [*get_type_hints(XqaParams).items(), *AHEAD_FIELDS])
 
@@ -184,7 +184,7 @@ class XqaProgram(GridProgram):
 
     def __init__(self, spec: XqaSpec, arch: str) -> None:
         self.spec = spec
-        self.params = XqaParams if spec.prefetch == "none" else AheadParams
+        self.params = AheadParams if spec.reads_ahead else XqaParams
         self.memory = XqaMemory(spec)
         self.merge_type = KINDS[spec.work].merge
         self.team = WarpTeam(spec, self.memory) if spec.team > 1 else KINDS[spec.work].warp()
@@ -203,7 +203,7 @@ class XqaProgram(GridProgram):
         early = None
         if cutlass.const_expr(self.pdl):
             partition.prefetch_lengths()
-            if cutlass.const_expr(self.spec.prefetch != "none"):
+            if cutlass.const_expr(self.spec.reads_ahead):
                 early = self.read_ahead(params)
             ptx.grid_dependency_wait()
         if cutlass.const_expr(self.pdl and self.spec.whole):
@@ -286,7 +286,7 @@ class XqaProgram(GridProgram):
         token_pages = self.first_page_ids(kv, tiles, self.memory.prefetch_distance)
         for i, places in enumerate(token_pages):
             kv.fetch(places, self.kv_tile(tiles, i), i < tiles.count)
-        return EarlyTiles(seen, share, segment, token_pages) if self.spec.prefetch == "smem" else None
+        return EarlyTiles(seen, share, segment, token_pages) if self.spec.copies_early else None
 
     def start(self, p: Any, query_rows: QueryRows, early: EarlyTiles | None) -> Start:
         """Find this CTA's first segment, and start copying its first tiles."""
@@ -305,6 +305,7 @@ class XqaProgram(GridProgram):
         tiles = self.warp_tiles(p, segment, share)
         kv = bounded(self.paged_kv(p, segment), segment, ptx.load_word_if)
         *token_pages, following = self.first_page_ids(kv, tiles, self.memory.prefetch_distance + 1)
+        ptx.sync_warp()  # keeps these loads before the copies, behind which they would wait
         self.copy_first_tiles(kv, tiles, early.token_pages)
         windows = isa.all_of([p.q_indptr != Int64(0), p.window_left < p.capacity])  # begin where the queries do
         if cutlass.or_(early.have_changed(seen, token_pages), windows):

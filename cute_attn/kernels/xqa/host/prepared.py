@@ -56,7 +56,7 @@ class XqaKernel(PreparedKernel):
     def __init__(self, settings: Settings, config: LaunchConfig, gpu: Gpu) -> None:
         features, spec = settings.features, config.spec
         launch = load(spec, gpu.arch.name, gpu.device_index, gpu.pdl(settings.enable_pdl))
-        self.ahead = config.reads_ahead
+        self.ahead = spec.reads_ahead
         self.paged = features.kv_source == "paged"
         self.plain_strides = PlainStrides(settings, CHUNK)
         page_size = settings.page_size if self.paged else ONE_PAGE

@@ -93,14 +93,9 @@ class LaunchConfig(NamedTuple):
             raise ValueError(f"clusters read the lengths of at most {CLUSTER_REQUESTS} requests, got {batch_size}")
         return (*self.grid[:2], batch_size) if self.spec.whole else self.grid
 
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether the kernel reads of the cache and the page table before the preceding kernel has ended."""
-        return self.spec.prefetch != "none"
-
     def request(self, values: Values, entries: int, tables: Values = ()) -> Values:
         """Returns the values of REQUEST_FIELDS and ENTRIES, and of TABLE_FIELDS where these do not move."""
-        return (*values, entries, *tables) if self.reads_ahead else values + tables
+        return (*values, entries, *tables) if self.spec.reads_ahead else values + tables
 
     def fields(self, num_kv_heads: int, group: int, page_size: int) -> Fields:
         """Returns the parameters by which CTAs share the keys. `group`: query heads of a kv head."""
