@@ -25,7 +25,7 @@ from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, warp_index
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, bounded, early_segment
+from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, begins_with_queries, bounded, early_segment
 from cute_attn.kernels.xqa.parts.formats import tile_forms
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
@@ -307,8 +307,7 @@ class XqaProgram(GridProgram):
         *token_pages, following = self.first_page_ids(kv, tiles, self.memory.prefetch_distance + 1)
         ptx.sync_warp()  # keeps these loads before the copies, behind which they would wait
         self.copy_first_tiles(kv, tiles, early.token_pages)
-        windows = isa.all_of([p.q_indptr != Int64(0), p.window_left < p.capacity])  # begin where the queries do
-        if cutlass.or_(early.have_changed(seen, token_pages), windows):
+        if cutlass.or_(early.have_changed(seen, token_pages), begins_with_queries(p)):
             ptx.cp_async_wait(0)
             ptx.sync_warp()
             share, segment = partition.found(seen)

@@ -23,7 +23,6 @@ from cute_attn.kernels.xqa.host.prepared import XqaKernel, fire_in_scratch, one_
 from cute_attn.kernels.xqa.host.variant import (
     LaunchConfig,
     launch_config,
-    partial_bytes_per_cta,
     rule_of,
     shape_of,
     shape_of_call,
@@ -87,7 +86,7 @@ class XqaBatchSchedule(NamedTuple):
 
     def workspace(self) -> tuple[int, int]:
         """Returns the bytes of the workspace in use, and the bytes of the records."""
-        return self.config.ctas * partial_bytes_per_cta(self.config.spec), self.records.nbytes
+        return self.config.partial_bytes, self.records.nbytes
 
 
 def schedule(

@@ -25,7 +25,6 @@ MAX_IDLE = 1 / 32  # of all CTAs
 # none, and a cluster that has to wait for another costs more than SMs without one (131072 keys of 8 kv heads, 16
 # clusters of 8, H100: 16 %).
 CLUSTERED = 3 / 4
-SPARE = 8  # rounds of a cluster's warps by which its share may exceed equal shares, so that no segment is cut
 MAX_GRID_Z = 65535  # CTAs along the third axis of a grid: requests of which each has some of its own
 
 
@@ -80,8 +79,7 @@ class LaunchConfig(NamedTuple):
     ctas: int = 0  # CTAs of the grid, and some that are idle, that may leave partial results
     partial_bytes: int = 0  # 0 for one CTA, which leaves no partial results
     min_share: int = 1  # tiles of a CTA
-    # Positions of a segment that CTAs take whole, see `parts.tickets`; by which shares of clusters may be unequal.
-    dealt: int = 0
+    dealt: int = 0  # positions of a segment that CTAs take whole, see `parts.tickets`
 
     @property
     def counter_bytes(self) -> int:
@@ -146,8 +144,8 @@ def shares(
     of_group, ctas = count // groups, count * size
     partial_bytes = 0 if count == 1 else ctas * partial_bytes_per_cta(spec)
     min_share = 1 if of_group == size == 1 else spec.teams * size
-    grid, dealt = (groups, of_group * size, 1), tiles.DEALT if size == 1 else SPARE * spec.teams * size
-    return LaunchConfig(spec, qo_len, row_blocks, grid, ctas, partial_bytes, min_share, dealt)
+    grid = groups, of_group * size, 1
+    return LaunchConfig(spec, qo_len, row_blocks, grid, ctas, partial_bytes, min_share, tiles.DEALT)
 
 
 def partial_bytes_per_cta(spec: DecodeSpec) -> int:

@@ -12,6 +12,7 @@ import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import cutlass
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
@@ -38,14 +39,20 @@ class EarlyTiles(NamedTuple):
         return isa.ballot(functools.reduce(lambda a, b: a | b, (a ^ b for a, b in pairs)) != Int32(0)) != Int32(0)
 
 
+def begins_with_queries(p: Any) -> Boolean:
+    """Whether the first tiles are those of windows that begin where the queries do, which are not read early."""
+    return isa.all_of([p.q_indptr != Int64(0), p.window_left < p.capacity])
+
+
 def early_segment(found: tuple[Share, Segment], p: Any) -> tuple[Share, Segment]:
-    """The first segment, in bounds; `p` are the parameters of the launch."""
+    """The first segment, in bounds; without tiles where these are not known, or an empty cache has no page for stale
+    lengths. `p` are the parameters of the launch."""
     share, segment = found
     unit = ptx.maximum(ptx.minimum(segment.unit, p.num_kv_heads * p.row_blocks.value - 1), Int32(0))
     request = segment.request
     qo_len = ptx.select(p.q_indptr == Int64(0), request.qo_len, Int32(0))
-    kv_len = ptx.select(p.pages > 0, request.kv_len, Int32(0))  # an empty cache has no page for stale lengths
-    return share, segment._replace(unit=unit, request=request._replace(qo_len=qo_len, kv_len=kv_len))
+    tiles = ptx.select(isa.all_of([p.pages > 0, cutlass.not_(begins_with_queries(p))]), request.tiles, Int32(0))
+    return share, segment._replace(unit=unit, request=request._replace(qo_len=qo_len, tiles=tiles))
 
 
 def bounded(kv: PagedKv, segment: Segment, load: Load) -> PagedKv:

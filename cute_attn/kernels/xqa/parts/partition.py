@@ -406,9 +406,8 @@ class ClusterShares(EvenPartition):
     """Partition whose shares are those of clusters of CTAs: they divide a share's tiles of a segment equally, and merge
     their results in shared memory.
 
-    Shares are whole segments or equal parts of segments, of at least `min_share` tiles, where the largest one is then
-    at most `dealt` positions longer than equal shares. Such segments have no positions but those of tiles, and their
-    order alone tells the first one of a share.
+    Equal parts of segments have at least `min_share` tiles. Where shares are whole segments or such parts, segments
+    have no positions but those of tiles, and their order alone tells the first one of a share.
 
     A warp reads all lengths at once: each lane those of two requests, or of none.
     """
@@ -422,6 +421,10 @@ class ClusterShares(EvenPartition):
     @property
     def number(self) -> Int32:
         return cute.arch.block_idx()[1] // self.spec.cluster_size
+
+    def spare(self, size: Int32) -> Int32:
+        """Eight rounds of the cluster's warps."""
+        return Int32(8 * self.spec.teams * self.spec.cluster_size)
 
     def prefetch_lengths(self) -> None:
         self.prefetch_request(Int32(0))
@@ -486,7 +489,7 @@ class ClusterShares(EvenPartition):
         part = ptx.maximum(divisor.quotient(longest + parts - 1), p.min_share)
         part = ptx.select(longest - part <= 2 * p.min_share, ptx.maximum(longest, Int32(1)), part)  # a cut takes longer
         cost = count * (ptx.minimum(part, longest) + p.overhead)
-        even = cost <= equal.size + p.dealt
+        even = cost <= equal.size + self.spare(equal.size)
         size, pitch = ptx.select(even, count * part, equal.size), ptx.select(even, parts * part, Int32(0))
         total = ptx.select(even, p.batch * p.units_per_cta_group * pitch, total)
         return self.share_of(self.number, total, size, pitch)
