@@ -116,8 +116,7 @@ def rows(built: Built, step: int, cols: int = 1, most: int = ALL) -> set[int]:
     found: set[int] = set()
     for cache in built.arguments["kv_cache"]:
         for request, kv_len in enumerate(case.seq_lens):
-            q_len = case.q_lens[request] if case.q_lens else case.q_len
-            first = max(0, kv_len - q_len - case.window_left) if case.window_left >= 0 else 0
+            first = max(0, kv_len - case.qo_lens[request] - case.window_left) if case.window_left >= 0 else 0
             for token in range(first, min(kv_len, first // cols * cols + most)):
                 page, slot = divmod(token, case.page_size)
                 for head in range(case.heads[1]):

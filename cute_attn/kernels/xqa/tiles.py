@@ -255,11 +255,10 @@ def _cols(kv_dtype: str, head_dim: int, row_blocks: int, ring: Ring) -> int:
 def _fits(spec: XqaSpec, arch: Arch) -> bool:
     """Whether the CTAs of an SM fit together. Their shared memory, with what the system reserves for each, is limited
     to that of the largest single CTA. In the 128 registers per thread that 16 warps per SM leave, scores of more than
-    32 tokens spill, and two row blocks with keys ahead; in 168, tree masks and twice as many outputs or scores."""
+    32 tokens spill; in 168, tree masks and twice as many outputs or scores."""
     ctas = spec.ctas + spec.guests
     warps = spec.warps * ctas
     wide = spec.tree or spec.row_blocks * spec.cols > 32 or spec.row_blocks * spec.tile_dim >= REGISTER_DIMS
-    ahead = spec.row_blocks > 1 and spec.reads_ahead
-    if (warps >= 16 and (spec.cols > 32 or ahead)) or (warps >= 12 and wide):
+    if (warps >= 16 and spec.cols > 32) or (warps >= 12 and wide):
         return False
     return ctas * (XqaMemory(spec).bytes + RESERVED_SMEM) <= arch.smem_limit + RESERVED_SMEM
