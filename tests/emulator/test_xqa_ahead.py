@@ -29,18 +29,18 @@ ALL, SOME = 1 << 20, -1
 CASES = {
     "windows": (
         XqaCase((500, 0, 1, 40, 133), kv="e4m3", heads=(16, 2), head_dim=64, window_left=127, sinks=True),
-        "2x2x32x8wa",
+        "2x2x32x8wa1",
         64,
     ),
     "a tile of a window for each warp": (
         XqaCase((500, 0, 1, 133), heads=(16, 2), head_dim=64, window_left=127, sinks=True),
-        "4x2x16x4wa",
-        64,
+        "4x2x16x4wa3",
+        ALL,
     ),
     "windows, a head for each warp": (
         XqaCase((500, 0, 1, 133), kv="e4m3", heads=(32, 4), head_dim=64, window_left=127, sinks=True),
-        "4x3x32x2ha",
-        64,
+        "4x3x32x2ha4",
+        128,
     ),
     "clusters": (XqaCase((700,), kv="e4m3", heads=(16, 2)), "4x2x16x1+1c4", SOME),
     "clusters of several requests": (
@@ -48,10 +48,10 @@ CASES = {
         "4x3x16x1c4",
         SOME,
     ),
-    "warps with a head each": (XqaCase((200, 7, 40), kv="e4m3", heads=(16, 4)), "4x2x16x4ha", 16),
-    "shares": (XqaCase((300, 0, 70, 9), heads=(8, 2)), "4x3x16x1a", SOME),
-    "shares of many requests": (XqaCase((40,) * 35, kv="e4m3", heads=(4, 1)), "2x3x16x1a", SOME),
-    "queries of several tokens": (XqaCase((90, 200), heads=(4, 1), q_len=3, q_lens=(1, 3)), "2x3x16x1c4", ALL),
+    "warps with a head each": (XqaCase((200, 7, 40), kv="e4m3", heads=(16, 4)), "4x2x16x4ha1", 16),
+    "shares": (XqaCase((300, 0, 70, 9), heads=(8, 2)), "4x3x16x1a1", SOME),
+    "shares of many requests": (XqaCase((40,) * 35, kv="e4m3", heads=(4, 1)), "2x3x16x1a2", SOME),
+    "queries of several tokens": (XqaCase((90, 200), heads=(4, 1), q_len=3, q_lens=(1, 3)), "2x3x16x1c4", SOME),
     # Their windows begin elsewhere than those of as many queries each: nothing is copied early, and nothing twice.
     "windows of unequal queries": (
         XqaCase((90, 200), heads=(8, 2), q_len=3, q_lens=(1, 3), window_left=40),
@@ -105,7 +105,7 @@ def reads(name: str, built: Built, rewrite: Any, schedule: str, monkeypatch: pyt
     gpu = emulator.using("sm_90a", sms=16 if "c4" in ring else 2, schedule=Schedule(schedule, 1), rewrite=rewrite)
     with forced_ring(ring, built.case, Shape(200, keys=201)), gpu as emulation:
         assert built.check(*decode(built)) == ""
-    assert emulation.records[0].spec["prefetch"] == ring.endswith("a")
+    assert emulation.records[0].spec["prefetch"] == int(ring.partition("a")[2] or 0)
     return found
 
 

@@ -84,13 +84,19 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
         *((1, 13, 8, 6), (4, 4, 8, 6), (1, 17, 8, 4), (4, 6, 8, 4), (1, 25, 8, 2), (1, 64, 8, 2), (1, 65, 8, 1)),
     ],
 )
-@pytest.mark.parametrize("keys", [None, 600])
+@pytest.mark.parametrize("keys", [None, 8193])
 def test_few_segments_have_clusters_whatever_their_keys(
     num_kv_heads: int, requests: int, warps: int, size: int, keys: int | None
 ) -> None:
     settings = even_settings(BF16, num_kv_heads)
     ring, *_ = variant.rule_of(settings.features, GPU.arch, variant.shape_of(requests, settings, 1, keys)).value
     assert (ring.warps, ring.cluster_size) == (warps, size)
+
+
+def test_one_request_of_few_keys_and_several_kv_heads_has_larger_clusters() -> None:
+    settings = even_settings(BF16, 8)
+    ring, *_ = variant.rule_of(settings.features, GPU.arch, variant.shape_of(1, settings, 1, 8192)).value
+    assert (ring.warps, ring.cluster_size) == (4, 8)
 
 
 def decode_problem(**changes: Any) -> DecodeProblem:
@@ -177,13 +183,13 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, la
 @pytest.mark.parametrize(
     ("window", "requests", "ring"),
     [
-        *((142, 16, (4, "whole", False)), (143, 1, (8, "cluster", False)), (143, 16, (8, "whole", True))),
-        *((143, 17, (4, "whole", False)), (511, 8, (8, "cluster", False)), (511, 16, (8, "shares", True))),
-        *((510, 255, (4, "whole", False)), (510, 256, (2, "heads", False))),
+        *((142, 16, (4, "whole", 0)), (143, 1, (4, "cluster", 0)), (143, 16, (8, "whole", 1))),
+        *((143, 17, (4, "whole", 0)), (511, 8, (8, "cluster", 0)), (511, 16, (8, "shares", 1))),
+        *((510, 255, (4, "whole", 0)), (510, 256, (2, "heads", 0))),
     ],
 )
 def test_short_windows_are_distinguished_by_their_number(
-    window: int, requests: int, ring: tuple[int, str, bool]
+    window: int, requests: int, ring: tuple[int, str, int]
 ) -> None:
     """The keys of a segment are those of the window and of a draft token."""
     settings = even_settings(torch.float8_e4m3fn, 8)._replace(window_left=window)
@@ -281,8 +287,8 @@ def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
         ("they alone", {"work": "cluster"}),
         ("they alone", {"work": "whole", "cluster_size": 2}),
         ("work must be one of", {"work": "warps"}),
-        ("block scales", {"kv_dtype": "nvfp4", "prefetch": True}),
-        ("clusters always", {"work": "cluster", "cluster_size": 2, "prefetch": True}),
+        ("block scales", {"kv_dtype": "nvfp4", "prefetch": 1}),
+        ("clusters always", {"work": "cluster", "cluster_size": 2, "prefetch": 1}),
         ("whole teams", {"head_dim": 512, "cols": 16, "warps": 3}),
         ("whole chunks", {"kv_dtype": "float8_e4m3fn", "head_dim": 72}),
     ],

@@ -276,17 +276,18 @@ class XqaProgram(GridProgram):
         return tiles.first + i * self.spec.teams
 
     def read_ahead(self, p: Any) -> EarlyTiles | None:
-        """Read where this warp's first tiles are before the preceding kernel has ended, and fetch them into L2; return
+        """Read where this warp's first tiles are before the preceding kernel has ended, and fetch some into L2; return
         where they are, if they are to be copied early."""
         # By lengths that may change, with `q_len` queries per request.
         partition = make_partition(self.spec, p._replace(q_indptr=Int64(0)), isa.load_early_if)
         seen = partition.seen()
         share, segment = early_segment(partition.found(seen), p)
         kv, tiles = bounded(self.paged_kv(p, segment), segment, isa.load_early_if), self.warp_tiles(p, segment, share)
-        token_pages = self.first_page_ids(kv, tiles, self.memory.prefetch_distance)
-        for i, places in enumerate(token_pages):
+        fetched, copied = self.spec.tiles_ahead, self.memory.prefetch_distance if self.spec.copies_early else 0
+        token_pages = self.first_page_ids(kv, tiles, max(fetched, copied))
+        for i, places in enumerate(token_pages[:fetched]):
             kv.fetch(places, self.kv_tile(tiles, i), i < tiles.count)
-        return EarlyTiles(seen, share, segment, token_pages) if self.spec.copies_early else None
+        return EarlyTiles(seen, share, segment, token_pages[:copied]) if copied else None
 
     def start(self, p: Any, query_rows: QueryRows, early: EarlyTiles | None) -> Start:
         """Find this CTA's first segment, and start copying its first tiles."""

@@ -119,7 +119,7 @@ class XqaSpec(DecodeSpec):
     guests: int = 0  # CTAs of the next launch that must fit beside them; ctas + guests bound the registers
     work: Work = "shares"
     cluster_size: int = 1  # CTAs of a cluster that merge in shared memory
-    prefetch: bool = False  # `reads_ahead`, where this does not follow from `work`
+    prefetch: int = 0  # tiles of a warp that are fetched into L2 ahead; of clusters always the first one
 
     def __post_init__(self) -> None:
         rules = {
@@ -130,7 +130,7 @@ class XqaSpec(DecodeSpec):
             "clusters, and they alone, have several CTAs": (self.work == "cluster") == (self.cluster_size > 1),
             "clusters and heads of a warp need columns that a warp holds": self.team == 1
             or self.work in ("shares", "whole"),
-            "keys with block scales are not prefetched, those of clusters always": not self.prefetch
+            "keys with block scales are not prefetched, those of clusters always": self.prefetch == 0
             or (self.kv_bits > 4 and self.work != "cluster"),
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
         }
@@ -156,8 +156,13 @@ class XqaSpec(DecodeSpec):
         return self.warps if self.work in LONE_WARPS else 1
 
     @property
+    def tiles_ahead(self) -> int:
+        """Tiles of a warp that are fetched into L2 before the preceding kernel has ended."""
+        return 1 if self.work == "cluster" and self.kv_bits > 4 else self.prefetch
+
+    @property
     def reads_ahead(self) -> bool:
-        return self.prefetch or (self.kv_bits > 4 and self.work == "cluster")
+        return self.tiles_ahead > 0
 
     @property
     def copies_early(self) -> bool:

@@ -57,7 +57,7 @@ class Ring(NamedTuple):
     most: int = 64  # tokens of a tile
     work: Work = "shares"
     cluster_size: int = 1
-    prefetch: bool = False
+    prefetch: int = 0  # tiles of a warp
 
     def in_clusters(self, size: int) -> Ring:
         """The ring in clusters of so many CTAs."""
@@ -116,11 +116,11 @@ FAST_MEMORY: dict[int, tuple[Rule[Rings], ...]] = {
 }
 # Of clusters, with room for a guest.
 _QUICK = Ring(4, 3, 1, 8192, guests=1, most=32)
-_ALL_EARLY = Ring(8, 2, 2, 4096, work="whole", prefetch=True)
+_AHEAD = Ring(8, 2, 2, 4096, work="whole", prefetch=1)
 # Small CTAs: a segment, or a kv head for each warp, of one segment or in shares.
 _SMALL, _PAIR, _TWO = Ring(4, 2, 4, 4096, most=32), Ring(2, 2, 8, 4096), Ring(4, 3, 2, 8192)
 _HEADS, _EVEN = (_PAIR._replace(work="heads"), _PAIR._replace(work="whole")), (_PAIR._replace(work="even"), _SMALL)
-_SMALLEST = _SMALL._replace(work="whole", most=16, prefetch=True)
+_SMALLEST = _SMALL._replace(work="whole", most=16, prefetch=3)
 _ONE, _NARROW, _WINDOWS = {"requests": range(1, 2)}, {"row": up_to(128)}, {"keys": up_to(SHORTEST)}
 
 
@@ -139,22 +139,23 @@ def _whole(**when: Collection[Any]) -> tuple[Rule[Rings], ...]:
 # more, 0.84 at the lowest (300 x 175, 16/4 heads of 64 dimensions, e4m3). Clusters afterwards, to 81 launches of up to
 # 64 segments with some 8 rings each.
 _16_OR_8_BITS = (
-    # Windows of 128 keys.
-    _rule(_HEADS[1]._replace(prefetch=True), **_WINDOWS, pairs=range(FEW + 1, 513), row=up_to(64)),
+    # Windows of 128 keys, which are fetched ahead, all.
+    _rule(_HEADS[1]._replace(prefetch=3), **_WINDOWS, pairs=range(FEW + 1, 513), row=up_to(64)),
     _rule(_SMALLEST, **_WINDOWS, pairs=up_to(256), head_dim=up_to(64)),
     *_whole(**_WINDOWS),
     # Few segments: as many clusters as there are segments, or more. One request of 131072 keys and 8 kv heads in 8 bits
-    # takes 67.5 us with 8 warps and 79 with 4.
+    # takes 67.5 us with 8 warps and 79 with 4, of 2048 keys 5.2 and 4.4.
+    _clusters(8, _QUICK, **_ONE, units=up_to(8), keys=up_to(8192)),
     _clusters(6, _LARGE, **_ONE, units=range(2, 9)),
     _clusters(8, _QUICK, segments=up_to(12)),
-    _rule(_ALL_EARLY, keys=up_to(SHORT), pairs=up_to(FEW), row=range(65, 129)),
+    _rule(_AHEAD, keys=up_to(SHORT), pairs=up_to(FEW), row=range(65, 129)),
     *(_clusters(size, _LARGE, segments=up_to(most)) for size, most in ((6, 16), (4, 24), (2, 64))),
     # Short segments.
     *_whole(keys=up_to(SHORT)),
     _rule(_TWO._replace(work="whole"), keys=up_to(2 * SHORT), segments=above(4 * FEW - 1), row=range(129, 257)),
     # Few pairs: keys ahead of the preceding launch's end gain 1.02.
     _rule(*_FEW_8_BIT, **_FEW_PAIRS, row=up_to(64)),
-    _rule(_LARGE._replace(prefetch=True), **_FEW_PAIRS),
+    _rule(_LARGE._replace(prefetch=1), **_FEW_PAIRS),
     # Shares of warps over 8 bits at head dim 64: 1.09 (64 x 2048) to 1.56 (256 x 3368 to 16539). Of fewer pairs, whose
     # segments they would cut, 0.74 (40 x 100 to 500).
     _rule(*_EVEN, pairs=above(4 * FEW - 1), row=up_to(64)),
