@@ -60,7 +60,8 @@ def ring(text: str, start: XqaSpec) -> XqaSpec:
     warps, stages, cols, ctas, guests = (int(number or 0) for number in found.groups()[:5])
     shape: dict[str, Any] = {"warps": warps, "stages": stages, "cols": cols, "ctas": ctas, "guests": guests}
     work = "cluster" if found[6] else {None: "shares", "w": "whole", "e": "even", "h": "heads"}[found[7]]
-    return dataclasses.replace(start, **shape, work=work, cluster_size=int(found[6] or 1), prefetch=int(found[8] or 0))
+    shape |= {"work": work, "cluster_size": int(found[6] or 1), "prefetch": int(found[8] or 0)}
+    return dataclasses.replace(start, **shape)
 
 
 def resident(spec: XqaSpec, arch: Arch) -> bool:

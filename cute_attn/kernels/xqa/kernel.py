@@ -12,7 +12,7 @@ and are converted in registers (`formats`).
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -107,12 +107,8 @@ class XqaParams(NamedTuple):
     scale: Float32
     v_scale: Float32
     lse_scale: Float32
-
-
-named_tuple: Any = NamedTuple  # of fields that type checkers do not see
-# Of `XqaSpec.reads_ahead`: also the entries of the page table, and the pages of the cache.
-AHEAD_FIELDS = ("entries", Int32), ("pages", Int32)
-AheadParams = named_tuple("AheadParams", [*get_type_hints(XqaParams).items(), *AHEAD_FIELDS])
+    entries: Int32  # of the page table; of these two what is read ahead is kept in bounds
+    pages: Int32  # of the cache
 
 
 class LoopState(NamedTuple):
@@ -182,9 +178,10 @@ def make_partition(spec: XqaSpec, p: Any, load: Load = ptx.load_word_if) -> Part
 class XqaProgram(GridProgram):
     """The decode kernel of one spec, for one architecture."""
 
+    params = XqaParams
+
     def __init__(self, spec: XqaSpec, arch: str) -> None:
         self.spec = spec
-        self.params = AheadParams if spec.reads_ahead else XqaParams
         self.memory = XqaMemory(spec)
         self.merge_type = KINDS[spec.work].merge
         self.team = WarpTeam(spec, self.memory) if spec.team > 1 else KINDS[spec.work].warp()

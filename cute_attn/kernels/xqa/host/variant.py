@@ -16,7 +16,6 @@ from cute_attn.kernels.xqa.umma import tiles as umma_tiles
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.problem import UNLIMITED, DecodeProblem, Features, Request, Settings, short
 from cute_attn.runtime.arch import Arch
-from cute_attn.runtime.launch import Values
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.split_kv import ceil_div
 
@@ -90,10 +89,6 @@ class LaunchConfig(NamedTuple):
         if self.spec.work == "cluster" and batch_size > CLUSTER_REQUESTS:
             raise ValueError(f"clusters read the lengths of at most {CLUSTER_REQUESTS} requests, got {batch_size}")
         return (*self.grid[:2], batch_size) if self.spec.whole else self.grid
-
-    def request(self, values: Values, entries: int, tables: Values = ()) -> Values:
-        """Returns the values of REQUEST_FIELDS and ENTRIES, and of TABLE_FIELDS where these do not move."""
-        return (*values, entries, *tables) if self.spec.reads_ahead else values + tables
 
     def fields(self, num_kv_heads: int, group: int, page_size: int) -> Fields:
         """Returns the parameters by which CTAs share the keys. `group`: query heads of a kv head."""
