@@ -36,14 +36,14 @@ WARPS_PER_SM = (4, 24)
 FEW = (1, 2), (0, 1)  # CTAs per SM, and guests, of launches of few pairs of a request and a kv head
 MANY = (1, 2, 3, 4, 6, 8), (0,)
 SHORT = (2, 3, 4, 6, 8, 12, 16), (0,)  # of windows that one CTA reads alone
-RING = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:\+(\d+))?(?:c(\d+)|([weh]))?(?:a(\d+)(e?))?")
+RING = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:\+(\d+))?(?:c(\d+)|([weh]))?(?:a(\d+))?")
 
 
 def title(spec: XqaSpec) -> str:
     """Returns the text that `ring` reads."""
     work = {"shares": "", "even": "e", "whole": "w", "heads": "h", "cluster": f"c{spec.cluster_size}"}[spec.work]
-    ahead = {"none": "", "l2": f"a{spec.prefetch_keys}", "smem": f"a{spec.prefetch_keys}e"}[spec.prefetch]
     guests = f"+{spec.guests}" if spec.guests else ""
+    ahead = f"a{spec.prefetch}" if spec.prefetch else ""
     return f"{spec.warps}x{spec.stages}x{spec.cols}x{spec.ctas}{guests}{work}{ahead}"
 
 
@@ -52,17 +52,16 @@ def ring(text: str, start: XqaSpec) -> XqaSpec:
 
     Behind it may stand "+1", guests; "c6", CTAs of a cluster, or "w", a CTA for every segment, or "h", a warp for every
     segment, those of a CTA of adjacent kv heads, or "e", shares for such warps, of whole segments where these are about
-    equally long; "a512", keys of a CTA that are fetched before the preceding kernel has
-    ended, and "e" behind that, first tiles that are copied early.
+    equally long; "a3", first tiles of a warp that are fetched into L2 before the preceding kernel has
+    ended, of clusters always one.
     """
     if not (found := RING.fullmatch(text)):
-        raise ValueError(f"a ring is WARPSxSTAGESxTOKENSxCTAS[+GUESTS][cCLUSTER|w|e|h][aKEYS[e]], got {text!r}")
+        raise ValueError(f"a ring is WARPSxSTAGESxTOKENSxCTAS[+GUESTS][cCLUSTER|w|e|h][aTILES], got {text!r}")
     warps, stages, cols, ctas, guests = (int(number or 0) for number in found.groups()[:5])
     shape: dict[str, Any] = {"warps": warps, "stages": stages, "cols": cols, "ctas": ctas, "guests": guests}
     work = "cluster" if found[6] else {None: "shares", "w": "whole", "e": "even", "h": "heads"}[found[7]]
-    prefetch = "none" if not found[8] else "smem" if found[9] else "l2"
-    shape |= {"work": work, "cluster_size": int(found[6] or 1)}
-    return dataclasses.replace(start, **shape | {"prefetch": prefetch, "prefetch_keys": int(found[8] or 0)})
+    shape |= {"work": work, "cluster_size": int(found[6] or 1), "prefetch": int(found[8] or 0)}
+    return dataclasses.replace(start, **shape)
 
 
 def resident(spec: XqaSpec, arch: Arch) -> bool:

@@ -3,7 +3,7 @@ the peers. GPU only:
 
     python -m perf.tune prefill --rows d128 h32/8 --around
     python -m perf.tune prefill --rows d256 --try "128x64 2+1 q-registers-128" sections-of-16-MiB
-    python -m perf.tune decode --rows b1 --try 8x2x16x1c6a16e 4x3x16x1
+    python -m perf.tune decode --rows b1 --try 8x2x16x1c6 4x3x16x1
 
 Prefill rows take tiles (`perf.tiles`), decode rows rings (`perf.rings`). `--around`: tiles that differ from the table's
 in one field, and all rings that fit. Kernels are compiled first, in several processes; those that need stack are left

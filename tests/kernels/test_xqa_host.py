@@ -80,26 +80,25 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("num_kv_heads", "requests", "size", "prefetch"),
+    ("num_kv_heads", "requests", "warps", "size"),
     [
-        *((1, 1, 8, "smem"), (9, 1, 8, "none"), (1, 2, 8, "none"), (4, 3, 8, "none")),
-        *((4, 4, 6, "none"), (4, 16, 2, "none"), (1, 64, 2, "none"), (1, 65, 1, "l2")),
+        *((1, 1, 4, 8), (2, 1, 8, 6), (8, 1, 8, 6), (9, 1, 4, 8), (1, 2, 4, 8), (4, 3, 4, 8)),
+        *((1, 13, 8, 6), (4, 4, 8, 6), (1, 17, 8, 4), (4, 6, 8, 4), (1, 25, 8, 2), (1, 64, 8, 2), (1, 65, 8, 1)),
     ],
 )
-@pytest.mark.parametrize("keys", [None, 600])
+@pytest.mark.parametrize("keys", [None, 8193])
 def test_few_segments_have_clusters_whatever_their_keys(
-    num_kv_heads: int, requests: int, size: int, prefetch: str, keys: int | None
+    num_kv_heads: int, requests: int, warps: int, size: int, keys: int | None
 ) -> None:
     settings = even_settings(BF16, num_kv_heads)
     ring, *_ = variant.rule_of(settings.features, GPU.arch, variant.shape_of(requests, settings, 1, keys)).value
-    assert (ring.cluster_size, ring.prefetch) == (size, prefetch)
+    assert (ring.warps, ring.cluster_size) == (warps, size)
 
 
-@pytest.mark.parametrize(("keys", "warps", "size"), [(8192, 4, 8), (8193, 8, 6), (None, 8, 6)])
-def test_one_request_of_eight_kv_heads(keys: int | None, warps: int, size: int) -> None:
+def test_one_request_of_few_keys_and_several_kv_heads_has_larger_clusters() -> None:
     settings = even_settings(BF16, 8)
-    ring, *_ = variant.rule_of(settings.features, GPU.arch, variant.shape_of(1, settings, 1, keys)).value
-    assert (ring.warps, ring.cluster_size, ring.prefetch) == (warps, size, "smem")
+    ring, *_ = variant.rule_of(settings.features, GPU.arch, variant.shape_of(1, settings, 1, 8192)).value
+    assert (ring.warps, ring.cluster_size) == (4, 8)
 
 
 def decode_problem(**changes: Any) -> DecodeProblem:
@@ -186,13 +185,13 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, la
 @pytest.mark.parametrize(
     ("window", "requests", "ring"),
     [
-        *((142, 16, (4, "whole", "none")), (143, 1, (4, "cluster", "smem")), (143, 16, (8, "whole", "l2"))),
-        *((143, 17, (4, "whole", "none")), (511, 8, (8, "cluster", "none")), (511, 16, (8, "shares", "l2"))),
-        *((510, 255, (4, "whole", "none")), (510, 256, (2, "heads", "none"))),
+        *((142, 16, (4, "whole", 0)), (143, 1, (4, "cluster", 0)), (143, 16, (8, "whole", 1))),
+        *((143, 17, (4, "whole", 0)), (511, 8, (8, "cluster", 0)), (511, 16, (8, "shares", 1))),
+        *((510, 255, (4, "whole", 0)), (510, 256, (2, "heads", 0))),
     ],
 )
 def test_short_windows_are_distinguished_by_their_number(
-    window: int, requests: int, ring: tuple[int, str, str]
+    window: int, requests: int, ring: tuple[int, str, int]
 ) -> None:
     """The keys of a segment are those of the window and of a draft token."""
     settings = even_settings(torch.float8_e4m3fn, 8)._replace(window_left=window)
@@ -290,11 +289,8 @@ def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
         ("they alone", {"work": "cluster"}),
         ("they alone", {"work": "whole", "cluster_size": 2}),
         ("work must be one of", {"work": "warps"}),
-        ("copied early", {"prefetch": "smem", "prefetch_keys": 16}),
-        ("must be keys", {"prefetch": "l2"}),
-        ("must be keys", {"prefetch_keys": 16}),
-        ("block scales", {"kv_dtype": "nvfp4", "prefetch": "l2", "prefetch_keys": 16}),
-        ("prefetch must be one of", {"prefetch": "l1", "prefetch_keys": 16}),
+        ("block scales", {"kv_dtype": "nvfp4", "prefetch": 1}),
+        ("clusters always", {"work": "cluster", "cluster_size": 2, "prefetch": 1}),
         ("whole teams", {"head_dim": 512, "cols": 16, "warps": 3}),
         ("whole chunks", {"kv_dtype": "float8_e4m3fn", "head_dim": 72}),
     ],

@@ -19,7 +19,7 @@ RULES = dict(tiles.RULES)
 HOPPER = named("sm_90a")
 FORMATS = {"bf16": "", "fp16": "", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "nvfp4": "nvfp4"}
 # Steps of `move_steps` after which no launch has clusters.
-NO_CLUSTERS: dict[str, dict[int, int]] = {"segments": {13: 0, 17: 0, 65: 0}, "units": {2: 0, 5: 0, 9: 0}}
+NO_CLUSTERS: dict[str, dict[int, int]] = {"segments": {13: 0, 17: 0, 25: 0, 65: 0}, "units": {5: 0, 9: 0}}
 
 
 def forced_ring(text: str, case: XqaCase, shape: tiles.Shape, rows: int = 8) -> AbstractContextManager[object]:

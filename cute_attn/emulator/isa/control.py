@@ -32,6 +32,8 @@ def nothing(e: Emitter, inst: Inst, *choices: str) -> None:
     """Emit nothing but a result, where there is one. Race checks always assume that the next launch begins at once."""
     if inst.op.startswith("createpolicy"):
         e.set(inst.operands[0], "u8", e.constant(0, "u8"))
+    else:
+        e.line("pass")  # for one behind a predicate
 
 
 @called("trap", conformance="order")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 from cute_attn.kernels.formats import KV_BITS
@@ -23,17 +22,14 @@ OTHERS = (
 
 
 def default_specs(arch: Arch) -> list[XqaSpec | XqaUmmaSpec]:
-    """Kernels that most programs need: bf16 queries over every cache dtype, without a tree; of many rows with one. Of
-    those that differ in the number of keys to prefetch, an immediate operand of their code, one.
-    """
+    """Kernels that most programs need: bf16 queries over every cache dtype, without a tree; of many rows with one."""
     specs = (
         choose("bfloat16", kv, "bfloat16", head_dim, rows, False, rule, arch, num_kv_heads)
         for head_dim, kv, rows in (*ALL, *OTHERS)
         for rule in rules(arch, KV_BITS[kv], head_dim)
         for num_kv_heads in (1, 8)
     )
-    one_each = {dataclasses.replace(spec, prefetch_keys=min(spec.prefetch_keys, 1)): spec for spec in specs}
-    return [*one_each.values(), *umma_specs(arch)]
+    return [*dict.fromkeys(specs), *umma_specs(arch)]
 
 
 def umma_specs(arch: Arch) -> list[XqaUmmaSpec]:

@@ -12,7 +12,7 @@ and are converted in registers (`formats`).
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -25,7 +25,7 @@ from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, warp_index
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, KeysAhead, bounded, early_segment
+from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, begins_with_queries, bounded, early_segment
 from cute_attn.kernels.xqa.parts.formats import tile_forms
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
@@ -107,12 +107,8 @@ class XqaParams(NamedTuple):
     scale: Float32
     v_scale: Float32
     lse_scale: Float32
-
-
-named_tuple: Any = NamedTuple  # of fields that type checkers do not see
-# Of `XqaSpec.prefetch`: also the entries of the page table, the pages of the cache, and how many CTAs run at a time.
-AHEAD_FIELDS = ("entries", Int32), ("pages", Int32), ("resident", Int32)
-AheadParams = named_tuple("AheadParams", [*get_type_hints(XqaParams).items(), *AHEAD_FIELDS])
+    entries: Int32  # of the page table; of these two what is read ahead is kept in bounds
+    pages: Int32  # of the cache
 
 
 class LoopState(NamedTuple):
@@ -182,9 +178,10 @@ def make_partition(spec: XqaSpec, p: Any, load: Load = ptx.load_word_if) -> Part
 class XqaProgram(GridProgram):
     """The decode kernel of one spec, for one architecture."""
 
+    params = XqaParams
+
     def __init__(self, spec: XqaSpec, arch: str) -> None:
         self.spec = spec
-        self.params = XqaParams if spec.prefetch == "none" else AheadParams
         self.memory = XqaMemory(spec)
         self.merge_type = KINDS[spec.work].merge
         self.team = WarpTeam(spec, self.memory) if spec.team > 1 else KINDS[spec.work].warp()
@@ -203,7 +200,7 @@ class XqaProgram(GridProgram):
         early = None
         if cutlass.const_expr(self.pdl):
             partition.prefetch_lengths()
-            if cutlass.const_expr(self.spec.prefetch != "none"):
+            if cutlass.const_expr(self.spec.reads_ahead):
                 early = self.read_ahead(params)
             ptx.grid_dependency_wait()
         if cutlass.const_expr(self.pdl and self.spec.whole):
@@ -276,18 +273,18 @@ class XqaProgram(GridProgram):
         return tiles.first + i * self.spec.teams
 
     def read_ahead(self, p: Any) -> EarlyTiles | None:
-        """Fetch this CTA's first keys before the preceding kernel has ended; read where its first tiles are, if they
-        are to be copied early."""
+        """Read where this warp's first tiles are before the preceding kernel has ended, and fetch some into L2; return
+        where they are, if they are to be copied early."""
         # By lengths that may change, with `q_len` queries per request.
         partition = make_partition(self.spec, p._replace(q_indptr=Int64(0)), isa.load_early_if)
         seen = partition.seen()
         share, segment = early_segment(partition.found(seen), p)
-        early = None
-        if self.spec.prefetch == "smem":
-            kv = bounded(self.paged_kv(p, segment), segment, isa.load_early_if)
-            early = EarlyTiles(seen, share, segment, self.first_page_ids(kv, self.warp_tiles(p, segment, share)))
-        KeysAhead(self.spec, self.team, p).fetch(partition.first_keys(segment, share, self.spec.prefetch_keys))
-        return early
+        kv, tiles = bounded(self.paged_kv(p, segment), segment, isa.load_early_if), self.warp_tiles(p, segment, share)
+        fetched, copied = self.spec.tiles_ahead, self.memory.prefetch_distance if self.spec.copies_early else 0
+        token_pages = self.first_page_ids(kv, tiles, max(fetched, copied))
+        for i, places in enumerate(token_pages[:fetched]):
+            kv.fetch(places, self.kv_tile(tiles, i), i < tiles.count)
+        return EarlyTiles(seen, share, segment, token_pages[:copied]) if copied else None
 
     def start(self, p: Any, query_rows: QueryRows, early: EarlyTiles | None) -> Start:
         """Find this CTA's first segment, and start copying its first tiles."""
@@ -305,11 +302,9 @@ class XqaProgram(GridProgram):
         seen, words = partition.seen(), query_rows.load(segment)
         tiles = self.warp_tiles(p, segment, share)
         kv = bounded(self.paged_kv(p, segment), segment, ptx.load_word_if)
-        token_pages = self.first_page_ids(kv, tiles)
+        *token_pages, following = self.first_page_ids(kv, tiles, self.memory.prefetch_distance + 1)
         self.copy_first_tiles(kv, tiles, early.token_pages)
-        following = token_pages[-1]
-        windows = isa.all_of([p.q_indptr != Int64(0), p.window_left < p.capacity])  # begin where the queries do
-        if cutlass.or_(early.have_changed(seen, token_pages), windows):
+        if cutlass.or_(early.have_changed(seen, token_pages), begins_with_queries(p)):
             ptx.cp_async_wait(0)
             ptx.sync_warp()
             share, segment = partition.found(seen)
@@ -323,18 +318,18 @@ class XqaProgram(GridProgram):
     def load_prologue(self, p: Any, segment: Segment, share: Share) -> TokenPages:
         """Start copying the first tiles of a segment. Returns the page ids of the tile that follows."""
         kv, tiles = self.paged_kv(p, segment), self.warp_tiles(p, segment, share)
-        token_pages = self.first_page_ids(kv, tiles)
+        *token_pages, following = self.first_page_ids(kv, tiles, self.memory.prefetch_distance + 1)
         self.copy_first_tiles(kv, tiles, token_pages)
-        return token_pages[-1]
+        return following
 
-    def first_page_ids(self, kv: PagedKv, tiles: WarpTiles) -> list[TokenPages]:
-        """Page ids of the first tiles, and of the tile that follows them."""
-        count = self.memory.prefetch_distance + 1
+    def first_page_ids(self, kv: PagedKv, tiles: WarpTiles, count: int) -> list[TokenPages]:
+        """Page ids of the first `count` tiles."""
         return [kv.prefetch_page_ids(self.kv_tile(tiles, i), i < tiles.count) for i in range(count)]
 
     def copy_first_tiles(self, kv: PagedKv, tiles: WarpTiles, token_pages: list[TokenPages]) -> None:
         """Start copying the first tiles, one cp.async group per tile. Empty groups are committed too, so that counting
         groups counts tiles."""
+        ptx.sync_warp()  # keeps loads of Q and of page ids before the copies, behind which they would wait
         for i in range(self.memory.prefetch_distance):
             slot = self.ring_start() + i * self.memory.slot_bytes
             for _ in kv.copies(token_pages[i], self.kv_tile(tiles, i), i < tiles.count, slot):

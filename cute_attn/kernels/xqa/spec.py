@@ -16,9 +16,6 @@ Work = Literal["shares", "even", "whole", "heads", "cluster"]
 WHOLE = ("whole", "heads")  # cut no segment
 CLUSTER_REQUESTS = 64  # of a launch of clusters, at most
 LONE_WARPS = ("even", "heads")  # whose warps have a unit each
-# Where a CTA's first keys are fetched to before the preceding kernel has ended (`parts.ahead`); to shared memory, where
-# they were before that, as soon as it has ended.
-Prefetch = Literal["none", "l2", "smem"]
 SCALE_BLOCK = 16  # elements of NVFP4 that share an e4m3 scale
 PAIRED_ROWS = 4  # query rows that `paired` allows
 OUT_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
@@ -92,8 +89,10 @@ class DecodeSpec(KernelSpec):
         return "shares"
 
     @property
-    def prefetch(self) -> Prefetch:
-        return "none"
+    def reads_ahead(self) -> bool:
+        """Whether CTAs read where their first tiles are, and fetch them into L2, before the preceding kernel has ended
+        (`parts.ahead`)."""
+        return False
 
     @property
     def whole(self) -> bool:
@@ -120,8 +119,7 @@ class XqaSpec(DecodeSpec):
     guests: int = 0  # CTAs of the next launch that must fit beside them; ctas + guests bound the registers
     work: Work = "shares"
     cluster_size: int = 1  # CTAs of a cluster that merge in shared memory
-    prefetch: Prefetch = "none"
-    prefetch_keys: int = 0  # of a CTA, at most
+    prefetch: int = 0  # tiles of a warp that are fetched into L2 ahead; of clusters always the first one
 
     def __post_init__(self) -> None:
         rules = {
@@ -132,11 +130,8 @@ class XqaSpec(DecodeSpec):
             "clusters, and they alone, have several CTAs": (self.work == "cluster") == (self.cluster_size > 1),
             "clusters and heads of a warp need columns that a warp holds": self.team == 1
             or self.work in ("shares", "whole"),
-            f"prefetch must be one of {get_args(Prefetch)}": self.prefetch in get_args(Prefetch),
-            "what is prefetched must be keys": (self.prefetch == "none") == (self.prefetch_keys == 0),
-            "tiles are copied early where few lengths tell which": self.prefetch != "smem"
-            or self.work not in ("shares", "even"),
-            "keys with block scales are not prefetched": self.prefetch == "none" or self.kv_bits > 4,
+            "keys with block scales are not prefetched, those of clusters always": self.prefetch == 0
+            or (self.kv_bits > 4 and self.work != "cluster"),
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
         }
         for rule, holds in rules.items():
@@ -159,6 +154,20 @@ class XqaSpec(DecodeSpec):
     @property
     def heads(self) -> int:
         return self.warps if self.work in LONE_WARPS else 1
+
+    @property
+    def tiles_ahead(self) -> int:
+        """Tiles of a warp that are fetched into L2 before the preceding kernel has ended."""
+        return 1 if self.work == "cluster" and self.kv_bits > 4 else self.prefetch
+
+    @property
+    def reads_ahead(self) -> bool:
+        return self.tiles_ahead > 0
+
+    @property
+    def copies_early(self) -> bool:
+        """Whether CTAs then copy their first tiles from where they were: where few lengths tell which."""
+        return self.reads_ahead and self.work not in ("shares", "even")
 
     @property
     def warp_dim(self) -> int:

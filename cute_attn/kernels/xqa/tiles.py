@@ -13,7 +13,6 @@ from cute_attn.kernels.xqa.spec import (
     SCALE_BLOCK,
     WARP_DIM,
     WHOLE,
-    Prefetch,
     Work,
     XqaSpec,
     padded_dim,
@@ -58,20 +57,11 @@ class Ring(NamedTuple):
     most: int = 64  # tokens of a tile
     work: Work = "shares"
     cluster_size: int = 1
-    prefetch: Prefetch = "none"
-    prefetch_keys: int = 0
+    prefetch: int = 0  # tiles of a warp
 
     def in_clusters(self, size: int) -> Ring:
         """The ring in clusters of so many CTAs."""
         return self._replace(work="cluster", cluster_size=size)
-
-    def to_l2(self, keys: int) -> Ring:
-        """The ring in CTAs that prefetch so many keys to L2."""
-        return self._replace(prefetch="l2", prefetch_keys=keys)
-
-    def to_smem(self, keys: int) -> Ring:
-        """The ring in CTAs that prefetch so many keys to L2, and of these the first tiles to shared memory."""
-        return self._replace(prefetch="smem", prefetch_keys=keys)
 
 
 Rings = tuple[Ring, ...]  # in order of preference
@@ -81,9 +71,11 @@ def _rule(*rings: Ring, **when: Collection[Any]) -> Rule[Rings]:
     return Rule(rings, when)
 
 
-def _shared(*rings: Ring, **when: Collection[Any]) -> Rule[Rings]:
-    """Make a rule of clusters, which share segments up to head dim 256."""
-    return _rule(*rings, **when, head_dim=up_to(WARP_DIM))
+def _clusters(size: int, ring: Ring, **when: Collection[Any]) -> Rule[Rings]:
+    """Make a rule of clusters of `size` CTAs, which share segments up to head dim 256. Over rows of 512 bytes all have
+    fewer warps, and no guest; more than 6 CTAs of them are slower."""
+    wide = _DEEP.in_clusters(min(size, 6))
+    return _rule(ring.in_clusters(size), wide, **when, head_dim=up_to(WARP_DIM))
 
 
 # A launch takes the first ring of its rule that fits shared memory and registers, and keeps enough bytes on their way
@@ -122,14 +114,13 @@ FAST_MEMORY: dict[int, tuple[Rule[Rings], ...]] = {
     8: (*_SHORT, _rule(*_FEW_8_BIT, Ring(8, 3, 1, 8192), **_FEW_PAIRS), _rule(Ring(8, 3, 1, 8192))),
     4: (*_SHORT, _rule(Ring(8, 3, 1, 8192), **_FEW_PAIRS), _rule(Ring(4, 3, 2, 8192, most=128))),
 }
-# Of clusters, with room for a guest; of rows of 512 bytes, which leave none. Early tiles gain 0.5 us of one request,
-# but the prefetch into L2 that comes with them costs up to 4 us of some batches (8 x 300 keys, 16/1 heads).
-_QUICK, _WIDE = Ring(4, 3, 1, 8192, guests=1, most=32), Ring(4, 3, 1, 8192).to_smem(64).in_clusters(6)
-_ALL_EARLY = Ring(8, 2, 2, 4096, work="whole").to_l2(SHORT)
+# Of clusters, with room for a guest.
+_QUICK = Ring(4, 3, 1, 8192, guests=1, most=32)
+_AHEAD = Ring(8, 2, 2, 4096, work="whole", prefetch=1)
 # Small CTAs: a segment, or a kv head for each warp, of one segment or in shares.
 _SMALL, _PAIR, _TWO = Ring(4, 2, 4, 4096, most=32), Ring(2, 2, 8, 4096), Ring(4, 3, 2, 8192)
 _HEADS, _EVEN = (_PAIR._replace(work="heads"), _PAIR._replace(work="whole")), (_PAIR._replace(work="even"), _SMALL)
-_SMALLEST = _SMALL._replace(work="whole", most=16).to_smem(SHORT)
+_SMALLEST = _SMALL._replace(work="whole", most=16, prefetch=3)
 _ONE, _NARROW, _WINDOWS = {"requests": range(1, 2)}, {"row": up_to(128)}, {"keys": up_to(SHORTEST)}
 
 
@@ -148,25 +139,23 @@ def _whole(**when: Collection[Any]) -> tuple[Rule[Rings], ...]:
 # more, 0.84 at the lowest (300 x 175, 16/4 heads of 64 dimensions, e4m3). Clusters afterwards, to 81 launches of up to
 # 64 segments with some 8 rings each.
 _16_OR_8_BITS = (
-    # Windows of 128 keys.
-    _rule(_HEADS[1].to_smem(SHORT), **_WINDOWS, pairs=range(FEW + 1, 513), row=up_to(64)),
-    _rule(_SMALLEST, **_WINDOWS, pairs=up_to(256), head_dim=up_to(64)),
+    # Windows of 128 keys, which are fetched ahead, all.
+    _rule(_HEADS[1]._replace(prefetch=3), **_WINDOWS, pairs=range(FEW + 1, 513), row=up_to(64)),
+    _rule(_SMALLEST, _TWO._replace(work="whole", prefetch=3), **_WINDOWS, pairs=up_to(256)),
     *_whole(**_WINDOWS),
-    # Few segments: as many clusters as there are segments, or more. 131072 keys of 8 kv heads in 8 bits take 69 us
-    # with 8 warps and 78 with 4, 2048 keys 7.2 and 4.7.
-    _shared(_QUICK.to_smem(64).in_clusters(8), _WIDE, **_ONE, units=up_to(1)),
-    _shared(_QUICK.to_smem(64).in_clusters(8), _WIDE, **_ONE, units=up_to(8), keys=up_to(8192)),
-    _shared(_LARGE.to_smem(16).in_clusters(6), _WIDE, **_ONE, units=up_to(8)),
-    _shared(_QUICK.in_clusters(8), _WIDE, segments=up_to(12)),
-    _rule(_ALL_EARLY, keys=up_to(SHORT), pairs=up_to(FEW), row=range(65, 129)),
-    _shared(_QUICK.in_clusters(6), _WIDE, segments=up_to(16)),
-    _shared(_LARGE.in_clusters(2), _DEEP.in_clusters(2), segments=up_to(64)),
+    # Few segments: as many clusters as there are segments, or more. One request of 131072 keys and 8 kv heads in 8 bits
+    # takes 67.5 us with 8 warps and 79 with 4, of 2048 keys 5.2 and 4.4.
+    _clusters(8, _QUICK, **_ONE, units=up_to(8), keys=up_to(8192)),
+    _clusters(6, _LARGE, **_ONE, units=range(2, 9)),
+    _clusters(8, _QUICK, segments=up_to(12)),
+    _rule(_AHEAD, keys=up_to(SHORT), pairs=up_to(FEW), row=range(65, 129)),
+    *(_clusters(size, _LARGE, segments=up_to(most)) for size, most in ((6, 16), (4, 24), (2, 64))),
     # Short segments.
     *_whole(keys=up_to(SHORT)),
     _rule(_TWO._replace(work="whole"), keys=up_to(2 * SHORT), segments=above(4 * FEW - 1), row=range(129, 257)),
     # Few pairs: keys ahead of the preceding launch's end gain 1.02.
     _rule(*_FEW_8_BIT, **_FEW_PAIRS, row=up_to(64)),
-    _rule(_LARGE.to_l2(256), **_FEW_PAIRS),
+    _rule(_LARGE._replace(prefetch=1), **_FEW_PAIRS),
     # Shares of warps over 8 bits at head dim 64: 1.09 (64 x 2048) to 1.56 (256 x 3368 to 16539). Of fewer pairs, whose
     # segments they would cut, 0.74 (40 x 100 to 500).
     _rule(*_EVEN, pairs=above(4 * FEW - 1), row=up_to(64)),
@@ -236,7 +225,7 @@ def choose(
     specs = [
         XqaSpec(
             q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks, _cols(kv_dtype, head_dim, row_blocks, r),
-            r.warps, r.stages, r.ctas, paired, r.guests, r.work, r.cluster_size, r.prefetch, r.prefetch_keys,
+            r.warps, r.stages, r.ctas, paired, r.guests, r.work, r.cluster_size, r.prefetch,
         )
         for r in (*rule.value, *(ring._replace(work=work) for ring in OTHER_RINGS))
         if head_dim <= WARP_DIM or r.work in ("shares", "whole")
@@ -267,11 +256,10 @@ def _cols(kv_dtype: str, head_dim: int, row_blocks: int, ring: Ring) -> int:
 def _fits(spec: XqaSpec, arch: Arch) -> bool:
     """Whether the CTAs of an SM fit together. Their shared memory, with what the system reserves for each, is limited
     to that of the largest single CTA. In the 128 registers per thread that 16 warps per SM leave, scores of more than
-    32 tokens spill, and two row blocks with keys ahead; in 168, tree masks and twice as many outputs or scores."""
+    32 tokens spill; in 168, tree masks and twice as many outputs or scores."""
     ctas = spec.ctas + spec.guests
     warps = spec.warps * ctas
     wide = spec.tree or spec.row_blocks * spec.cols > 32 or spec.row_blocks * spec.tile_dim >= REGISTER_DIMS
-    ahead = spec.row_blocks > 1 and spec.prefetch == "l2"
-    if (warps >= 16 and (spec.cols > 32 or ahead)) or (warps >= 12 and wide):
+    if (warps >= 16 and spec.cols > 32) or (warps >= 12 and wide):
         return False
     return ctas * (XqaMemory(spec).bytes + RESERVED_SMEM) <= arch.smem_limit + RESERVED_SMEM

@@ -23,7 +23,6 @@ from cute_attn.kernels.xqa.host.prepared import XqaKernel, fire_in_scratch, one_
 from cute_attn.kernels.xqa.host.variant import (
     LaunchConfig,
     launch_config,
-    partial_bytes_per_cta,
     rule_of,
     shape_of,
     shape_of_call,
@@ -65,7 +64,7 @@ class DecodeRun(Runner):
         config = prepared(launch_config, settings, qo_len, rule, gpu.arch, gpu.sms)
         kernel, longest, step = prepared(XqaKernel, settings, config, gpu), problem.max_kv_len, tables.stride(0)
         strides = kernel.strides(problem.q, problem.k, problem.v, problem.out, block_scale_strides(problem))
-        numbers = config.request((step, 0, rows), (rows - 1) * step + width)
+        numbers = step, 0, rows, (rows - 1) * step + width
         settled = config.grid_of(rows), strides, numbers
         bound = kernel.attention.of(optional_tensors(problem)[0])
         return fire_in_scratch(bound, config, scratch, longest, settled, index)
@@ -81,7 +80,7 @@ class XqaBatchSchedule(NamedTuple):
 
     def workspace(self) -> tuple[int, int]:
         """Returns the bytes of the workspace in use, and the bytes of the records."""
-        return self.config.ctas * partial_bytes_per_cta(self.config.spec), self.records.nbytes
+        return self.config.partial_bytes, self.records.nbytes
 
 
 def schedule(
@@ -145,7 +144,7 @@ class XqaBatchRun(BatchRun):
         self.records, self.counters = memory[:counters], memory[counters:end]
         self.seq_lens, page_starts, q_indptr = (self.records[n * size :].data_ptr() for n in range(3))
         self.q_indptr = q_indptr if lengths.q_len is None else 0  # 0: all requests have as many query tokens
-        self.request = 0, page_starts, size  # values of REQUEST_FIELDS
+        self.request = 0, page_starts, size  # the first values of REQUEST_FIELDS
         if isinstance(lengths, DeviceLengths):  # the records do not have them
             self.again(lengths)
 
@@ -166,9 +165,9 @@ class XqaBatchRun(BatchRun):
         return True
 
     def decided(self, memory: Memory) -> Launched:
-        """Returns the grid, values of `XqaKernel.request`, and the last ones of ADDRESS_FIELDS."""
+        """Returns the grid, values of REQUEST_FIELDS and TABLE_FIELDS, and the last ones of ADDRESS_FIELDS."""
         pages, entries, workspace = memory
-        numbers = self.config.request(self.request, entries, (pages, self.seq_lens, self.q_indptr, 0))
+        numbers = *self.request, entries, pages, self.seq_lens, self.q_indptr, 0
         more = self.counters.data_ptr(), workspace, UNBOUNDED
         return Launched(self.version, memory, self.grid, numbers, (0, 1, 1), (), (), more)
 
@@ -204,8 +203,7 @@ class XqaFamily:
             key = qo_len, rule_of(settings.features, arch, shape_of(1, settings, qo_len, kv_len))
             if key not in by_rule:
                 config = prepared(launch_config, settings, *key, arch, sms)
-                numbers = config.request((1, 0, 1), 1)
-                by_rule[key] = SingleSchedule(config, 1, 1, config.grid_of(1), numbers, config.partial_bytes)
+                by_rule[key] = SingleSchedule(config, 1, 1, config.grid_of(1), (1, 0, 1, 1), config.partial_bytes)
             return by_rule[key]
 
         return scheduled

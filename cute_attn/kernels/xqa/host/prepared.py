@@ -22,14 +22,12 @@ from cute_attn.runtime.launch import CPU, Bound, Settled, Values, current_stream
 CHUNK = 16  # bytes; page and token strides of k and v count chunks
 ONE_PAGE = 1 << 30  # page size of keys that are not paged: more tokens than any request has
 
-STRIDE_FIELDS = (*PlainStrides.fields, *BLOCK_SCALE_FIELDS)
+STRIDE_FIELDS = (*PlainStrides.fields, *BLOCK_SCALE_FIELDS, "pages")  # pages of the cache
 # A field that a launch does not use is 0: of `table_stride` and `page_starts` one is, and without draft tokens
 # `q_indptr` and `mask` are. `capacity`, the most keys, is that of a single request, which grows with its cache.
 ADDRESS_FIELDS = ("q", "k", "v", "o", "lse", "counters", "partials", "capacity")
 TABLE_FIELDS = ("table", "seq_lens", "q_indptr", "mask")  # addresses, which move in calls without a plan alone
-REQUEST_FIELDS = ("table_stride", "page_starts", "batch")
-# Where the kernel reads ahead: pages of the cache, and entries of the page table; 1 and 1 without pages.
-PAGES, ENTRIES = "pages", "entries"
+REQUEST_FIELDS = ("table_stride", "page_starts", "batch", "entries")  # entries of the page table: 1 without pages
 
 
 @functools.lru_cache(MAX_DEVICES)
@@ -52,7 +50,6 @@ class XqaKernel(PreparedKernel):
     def __init__(self, settings: Settings, config: LaunchConfig, gpu: Gpu) -> None:
         features, spec = settings.features, config.spec
         launch = gpu.loaded(spec, settings.enable_pdl)
-        self.ahead = config.reads_ahead
         self.paged = features.kv_source == "paged"
         self.plain_strides = PlainStrides(settings, CHUNK)
         page_size = settings.page_size if self.paged else ONE_PAGE
@@ -64,10 +61,6 @@ class XqaKernel(PreparedKernel):
             "scale": settings.sm_scale,
             "lse_scale": settings.lse_scale,
         }
-        if self.ahead:
-            static["resident"] = gpu.sms * spec.ctas
-        strides = (*STRIDE_FIELDS, PAGES) if self.ahead else STRIDE_FIELDS
-        request = (*REQUEST_FIELDS, ENTRIES) if self.ahead else REQUEST_FIELDS
         moving, settled = (TABLE_FIELDS, ()) if features.device_lengths else ((), TABLE_FIELDS)
         self.counters: counters.Counters | None = None
         if features.kv_source == "dense" and not features.device_lengths:  # a single request, whose keys are one page
@@ -75,15 +68,15 @@ class XqaKernel(PreparedKernel):
             table, length = one_page(gpu.device_index)
             static |= dict(zip(TABLE_FIELDS, (table.data_ptr(), length.data_ptr(), 0, 0), strict=True))
             settled = ()
-        groups = ADDRESS_FIELDS + moving, strides, request + settled
+        groups = ADDRESS_FIELDS + moving, STRIDE_FIELDS, REQUEST_FIELDS + settled
         super().__init__(settings, launch, static, groups)
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values
     ) -> Values:
-        """Returns the values of STRIDE_FIELDS and PAGES, then the output's."""
-        pages = ((k.shape[0] if self.paged else 1),) if self.ahead else ()
-        return *self.plain_strides(q, k, v), *block_scales, *pages, *self.output.strides(out)
+        """Returns the values of STRIDE_FIELDS, then the output's."""
+        pages = k.shape[0] if self.paged else 1
+        return *self.plain_strides(q, k, v), *block_scales, pages, *self.output.strides(out)
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
         """Returns a function that computes the values of ADDRESS_FIELDS for a single request; else the first ones."""

@@ -16,7 +16,6 @@ from cute_attn.kernels.xqa.umma import tiles as umma_tiles
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.problem import UNLIMITED, DecodeProblem, Features, Request, Settings, short
 from cute_attn.runtime.arch import Arch
-from cute_attn.runtime.launch import Values
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.split_kv import ceil_div
 
@@ -25,7 +24,6 @@ MAX_IDLE = 1 / 32  # of all CTAs
 # none, and a cluster that has to wait for another costs more than SMs without one (131072 keys of 8 kv heads, 16
 # clusters of 8, H100: 16 %).
 CLUSTERED = 3 / 4
-SPARE = 8  # rounds of a cluster's warps by which its share may exceed equal shares, so that no segment is cut
 MAX_GRID_Z = 65535  # CTAs along the third axis of a grid: requests of which each has some of its own
 
 
@@ -80,8 +78,7 @@ class LaunchConfig(NamedTuple):
     ctas: int = 0  # CTAs of the grid, and some that are idle, that may leave partial results
     partial_bytes: int = 0  # 0 for one CTA, which leaves no partial results
     min_share: int = 1  # tiles of a CTA
-    # Positions of a segment that CTAs take whole, see `parts.tickets`; by which shares of clusters may be unequal.
-    dealt: int = 0
+    dealt: int = 0  # positions of a segment that CTAs take whole, see `parts.tickets`
 
     @property
     def counter_bytes(self) -> int:
@@ -92,15 +89,6 @@ class LaunchConfig(NamedTuple):
         if self.spec.work == "cluster" and batch_size > CLUSTER_REQUESTS:
             raise ValueError(f"clusters read the lengths of at most {CLUSTER_REQUESTS} requests, got {batch_size}")
         return (*self.grid[:2], batch_size) if self.spec.whole else self.grid
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether the kernel reads of the cache and the page table before the preceding kernel has ended."""
-        return self.spec.prefetch != "none"
-
-    def request(self, values: Values, entries: int, tables: Values = ()) -> Values:
-        """Returns the values of REQUEST_FIELDS and ENTRIES, and of TABLE_FIELDS where these do not move."""
-        return (*values, entries, *tables) if self.reads_ahead else values + tables
 
     def fields(self, num_kv_heads: int, group: int, page_size: int) -> Fields:
         """Returns the parameters by which CTAs share the keys. `group`: query heads of a kv head."""
@@ -151,8 +139,8 @@ def shares(
     of_group, ctas = count // groups, count * size
     partial_bytes = 0 if count == 1 else ctas * partial_bytes_per_cta(spec)
     min_share = 1 if of_group == size == 1 else spec.teams * size
-    grid, dealt = (groups, of_group * size, 1), tiles.DEALT if size == 1 else SPARE * spec.teams * size
-    return LaunchConfig(spec, qo_len, row_blocks, grid, ctas, partial_bytes, min_share, dealt)
+    grid = groups, of_group * size, 1
+    return LaunchConfig(spec, qo_len, row_blocks, grid, ctas, partial_bytes, min_share, tiles.DEALT)
 
 
 def partial_bytes_per_cta(spec: DecodeSpec) -> int:

@@ -101,6 +101,11 @@ def prefetch_l2(address: Int64) -> None:
     asm("prefetch.global.L2 [$0];", [], [address])
 
 
+def prefetch_l2_if(condition: Boolean, address: Int64, offset: int) -> None:
+    text = f"{{.reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0+{offset}];}}"
+    asm(text, [], [address, flag(condition)])
+
+
 def ld_l2_if(condition: Boolean, address: Int64, words: int) -> list[Float32]:
     """`ptx.load_if` that bypasses L1, for words that other CTAs wrote since this one started."""
     return ptx.load_if(condition, address, 0, words, "ld.global.cg", Float32)

@@ -15,6 +15,8 @@ from cute_attn.kernels.xqa.parts.layouts import CHUNK, TileLayout
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.smem import XqaMemory
 
+FETCHED = 64  # bytes that come from memory at once
+
 
 class TokenPages(NamedTuple):
     """Cache positions of some tokens of a tile: lane l of a warp has those of tokens l, l + 32, ... in XQA."""
@@ -73,6 +75,28 @@ class PagedKv:
         tokens = (tile * self.memory.spec.cols + (lane + start) for start in range(0, self.memory.spec.cols, 32))
         return token_pages(self.p, tokens, lambda token: isa.all_of([wanted, self.readable(token)]), self.page_id)
 
+    def fetch(self, token_pages: TokenPages, tile: Int32, wanted: Boolean) -> None:
+        """Fetch a tile into L2, each lane the rows of its tokens."""
+        p, cols, width = self.p, self.memory.spec.cols, self.memory.source_bytes
+        lane, head = cute.arch.thread_idx()[0] & 31, Int64(self.head)
+        if cols < 32:
+            wanted = isa.all_of([wanted, lane < cols])
+        k, v = (self.team.shifted(x, width) for x in (p.k + head * p.k_stride_h, p.v + head * p.v_stride_h))
+        for i, places in enumerate(self.places(token_pages)):
+            exists = isa.all_of([wanted, self.readable(tile * cols + (lane + 32 * i))])
+            for place, base in zip(places, (k, v), strict=True):
+                row = isa.mad_wide(place, Int32(CHUNK), base)
+                for offset in range(0, width, FETCHED):
+                    isa.prefetch_l2_if(exists, row, offset)
+
+    def places(self, token_pages: TokenPages) -> list[tuple[Int32, Int32]]:
+        """Where the rows of K and V of this lane's tokens are behind those of page 0, in chunks."""
+        p = self.p
+        return [
+            (page * p.k_stride_page + token * p.k_stride_n, page * p.v_stride_page + token * p.v_stride_n)
+            for page, token in zip(token_pages.pages, token_pages.offsets, strict=True)
+        ]
+
     def copies(self, token_pages: TokenPages, tile: Int32, wanted: Boolean, slot: Int32) -> Iterator[None]:
         """Copy a tile into the ring slot at shared address `slot`, one step per `next`, so that the caller can
         interleave copies with MMAs. An unwanted tile copies nothing."""
@@ -86,10 +110,7 @@ class PagedKv:
         shared = slot + layout.offset(row, chunk)
         start = tile * memory.spec.cols
         left = self.kv_len - self.first_token
-        places = [
-            (page * p.k_stride_page + token * p.k_stride_n, page * p.v_stride_page + token * p.v_stride_n)
-            for page, token in zip(token_pages.pages, token_pages.offsets, strict=True)
-        ]
+        places = self.places(token_pages)
         for i in range(self.copy_steps):
             first = i * layout.rows_per_step
             k_place, v_place = (ptx.shuffle_from(x, row + first % 32) for x in places[first // 32])

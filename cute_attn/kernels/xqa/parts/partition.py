@@ -66,15 +66,6 @@ class Segment(NamedTuple):
     request: Request
 
 
-class FirstKeys(NamedTuple):
-    """Tokens [begin, end) that a CTA reads first."""
-
-    first_page: Int32  # index in the page table of the request's first page id
-    head: Int32
-    begin: Int32
-    end: Int32
-
-
 class KvSplit(NamedTuple):
     """Tiles [begin, end) of a segment that one CTA processes, counted from the segment's first tile."""
 
@@ -103,12 +94,6 @@ class Partition:
     def cta_group(self) -> Int32:
         """Index of this CTA's group, which has units `cta_group`, `cta_group` + number of groups, ..."""
         return cute.arch.block_idx()[0]
-
-    @property
-    def launched_before(self) -> Int32:
-        """Number of CTAs of the launch that start before this one."""
-        x, y, _ = cute.arch.block_idx()
-        return y * cute.arch.grid_dim()[0] + x
 
     @property
     def first_unit(self) -> Int32:
@@ -177,17 +162,6 @@ class Partition:
             if p.sinks != Int64(0):
                 head = self.head(self.cta_group * self.spec.heads)  # the CTA's: `warp_index` needs all lanes
                 isa.prefetch_l2(isa.mad_wide(head * p.group.value, Int32(4), p.sinks))
-
-    def first_keys(self, segment: Segment, share: Share, most: int) -> FirstKeys:
-        """The keys of a share's first segment that this CTA reads first, at most `most`; none of a CTA that cannot
-        start before the preceding launch has ended."""
-        p, cols = self.p, self.spec.cols
-        split, request = self.part(self.split(segment, share)), segment.request
-        first_tile = request.first_token // cols
-        begin = ptx.maximum((first_tile + split.begin) * cols, request.first_token)
-        end = ptx.minimum(ptx.minimum((first_tile + split.end) * cols, request.kv_len), begin + most)
-        end = ptx.select(self.launched_before < p.resident, end, Int32(0))
-        return FirstKeys(segment.first_page, self.head(segment.unit), begin, end)
 
     def cost(self, index: Int32) -> Int32:
         """Number of positions that a request takes in the sequence of the CTA group."""
@@ -407,11 +381,6 @@ class WholeSegments(Partition):
         """Index of this CTA's request."""
         return cute.arch.block_idx()[2]
 
-    @property
-    def launched_before(self) -> Int32:
-        width, height, _ = cute.arch.grid_dim()
-        return super().launched_before + self.index * height * width
-
     def prefetch_lengths(self) -> None:
         self.prefetch_request(self.index)
 
@@ -437,9 +406,8 @@ class ClusterShares(EvenPartition):
     """Partition whose shares are those of clusters of CTAs: they divide a share's tiles of a segment equally, and merge
     their results in shared memory.
 
-    Shares are whole segments or equal parts of segments, of at least `min_share` tiles, where the largest one is then
-    at most `dealt` positions longer than equal shares. Such segments have no positions but those of tiles, and their
-    order alone tells the first one of a share.
+    Equal parts of segments have at least `min_share` tiles. Where shares are whole segments or such parts, segments
+    have no positions but those of tiles, and their order alone tells the first one of a share.
 
     A warp reads all lengths at once: each lane those of two requests, or of none.
     """
@@ -453,6 +421,10 @@ class ClusterShares(EvenPartition):
     @property
     def number(self) -> Int32:
         return cute.arch.block_idx()[1] // self.spec.cluster_size
+
+    def spare(self, size: Int32) -> Int32:
+        """Eight rounds of the cluster's warps."""
+        return Int32(8 * self.spec.teams * self.spec.cluster_size)
 
     def prefetch_lengths(self) -> None:
         self.prefetch_request(Int32(0))
@@ -517,7 +489,7 @@ class ClusterShares(EvenPartition):
         part = ptx.maximum(divisor.quotient(longest + parts - 1), p.min_share)
         part = ptx.select(longest - part <= 2 * p.min_share, ptx.maximum(longest, Int32(1)), part)  # a cut takes longer
         cost = count * (ptx.minimum(part, longest) + p.overhead)
-        even = cost <= equal.size + p.dealt
+        even = cost <= equal.size + self.spare(equal.size)
         size, pitch = ptx.select(even, count * part, equal.size), ptx.select(even, parts * part, Int32(0))
         total = ptx.select(even, p.batch * p.units_per_cta_group * pitch, total)
         return self.share_of(self.number, total, size, pitch)
