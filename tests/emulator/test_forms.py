@@ -71,16 +71,17 @@ def nibble(pool: int, choice: int) -> int:
 
 
 def test_both_results_of_a_comparison_are_combined_with_what_was_there() -> None:
-    """Though the first one takes its place."""
+    """Though the first one takes its place. A prefetch behind such a predicate does nothing."""
     lines = "setp.lt.u32 %p1, %me, 40;", "setp.lt.and.u32 %p1|%p2, %me, 16, %p1;", "selp.b32 %r2, 1, 0, %p2;"
-    found = np.frombuffer(run(kernel(*lines, "st.global.b32 [%rd8], %r2;")), np.uint32)[:64]
+    lines = (*lines, "@%p2 prefetch.global.L2 [%src];", "st.global.b32 [%rd8], %r2;")
+    found = np.frombuffer(run(kernel(*lines)), np.uint32)[:64]
     assert found.tolist() == [int(16 <= me < 40) for me in range(64)]
 
 
 # --- memory forms of Blackwell ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", memory_cases(), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*memory_cases()], ids=lambda case: case.id)
 def test_the_result_is_that_of_the_isa(case: Case) -> None:
     for seed, kind in enumerate(("eager", "delayed", "adversarial")):
         assert emulate.run(case, schedule=Schedule(kind, seed))[: len(case.want)] == case.want, kind

@@ -52,6 +52,7 @@ try:
     wrapper.run(x[:, :3], cache)
 except ValueError:
     pass
+cute_attn.concat_mla_k(torch.empty(3, 4, 80), x.float(), torch.ones(3, 1, 16))
 print(ranges[2:])  # without the trial
 """
 
@@ -73,6 +74,7 @@ NAMES = (
     "BatchDecodeWithPagedKVCacheWrapper.run",
     "append_paged_kv_cache",
     "BatchDecodeWithPagedKVCacheWrapper.run",
+    "concat_mla_k",
 )
 
 
@@ -100,10 +102,12 @@ def test_replay_on_the_emulator_agrees(dumped: tuple[list[Path], list[str]], num
 
 
 def test_replay_on_the_reference(dumped: tuple[list[Path], list[str]], capsys: Output) -> None:
-    for file in dumped[0][:6]:
-        assert printed(capsys, ["replay", str(file), "--backend", "reference"]).endswith("reference: runs\n")
-    assert main(["replay", str(dumped[0][5]), "--arch", "sm_90a"]) == 2
-    assert "append_paged_kv_cache takes no backend" in capsys.readouterr().err
+    for number, file in enumerate(dumped[0]):
+        if number != 6:
+            assert printed(capsys, ["replay", str(file), "--backend", "reference"]).endswith("reference: runs\n")
+    for number in (5, 7):
+        assert main(["replay", str(dumped[0][number]), "--arch", "sm_90a"]) == 2
+        assert f"{NAMES[number]} takes no backend" in capsys.readouterr().err
     assert "raises ArgumentError: q must have shape" in printed(capsys, ["replay", str(dumped[0][6])], 1)
 
 
