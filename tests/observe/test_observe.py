@@ -52,6 +52,8 @@ try:
     wrapper.run(x[:, :3], cache)
 except ValueError:
     pass
+ragged = cute_attn.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+ragged.plan(i32(0, 3), i32(0, 50), 4, 2, head_dim=64)
 print(ranges[2:])  # without the trial
 """
 
@@ -73,6 +75,7 @@ NAMES = (
     "BatchDecodeWithPagedKVCacheWrapper.run",
     "append_paged_kv_cache",
     "BatchDecodeWithPagedKVCacheWrapper.run",
+    *("BatchPrefillWithRaggedKVCacheWrapper.__init__", "BatchPrefillWithRaggedKVCacheWrapper.plan"),
 )
 
 
@@ -100,7 +103,7 @@ def test_replay_on_the_emulator_agrees(dumped: tuple[list[Path], list[str]], num
 
 
 def test_replay_on_the_reference(dumped: tuple[list[Path], list[str]], capsys: Output) -> None:
-    for file in dumped[0][:6]:
+    for file in dumped[0][:6] + dumped[0][7:]:
         assert printed(capsys, ["replay", str(file), "--backend", "reference"]).endswith("reference: runs\n")
     assert main(["replay", str(dumped[0][5]), "--arch", "sm_90a"]) == 2
     assert "append_paged_kv_cache takes no backend" in capsys.readouterr().err
@@ -258,14 +261,7 @@ def test_directory_and_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("text", "megabytes", "warned"),
-    [
-        ("0", 0, False),
-        ("", 1024, False),
-        ("²", 1024, True),
-        ("9" * 5000, 1024, True),
-        ("-1", 1024, True),
-        ("1.5", 1024, True),
-    ],
+    [("0", 0, False), ("", 1024, False), *((text, 1024, True) for text in ("²", "9" * 5000, "-1", "1.5"))],
 )
 def test_limits_that_are_no_number_leave_the_default(
     text: str, megabytes: int, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
