@@ -54,6 +54,9 @@ except ValueError:
     pass
 ragged = cute_attn.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
 ragged.plan(i32(0, 3), i32(0, 50), 4, 2, head_dim=64)
+latent = cute_attn.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+metadata = cute_attn.MLAPlanMetadata.csr(i32(0, 1), i32(0, 1), i32(2), i32(9))
+latent.plan(None, None, None, None, 2, 512, 64, 16, False, 0.1, q.dtype, q.dtype, metadata=metadata)
 print(ranges[2:])  # without the trial
 """
 
@@ -76,6 +79,7 @@ NAMES = (
     "append_paged_kv_cache",
     "BatchDecodeWithPagedKVCacheWrapper.run",
     *("BatchPrefillWithRaggedKVCacheWrapper.__init__", "BatchPrefillWithRaggedKVCacheWrapper.plan"),
+    *("BatchMLAPagedAttentionWrapper.__init__", "BatchMLAPagedAttentionWrapper.plan"),  # not of its metadata
 )
 
 
