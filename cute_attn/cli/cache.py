@@ -23,7 +23,8 @@ def add(commands: Any) -> None:
             "show (default): number and size of cached kernels by architecture and family; `current` are those of the "
             "present kernel sources and DSL, which alone are used. verify: exits 1 if a file is damaged or not "
             "private. clear: removes kernels, with --yes; without it, says what would be removed. Nobody knows "
-            "architecture and family of a damaged file: it is always among those named."
+            "what a damaged file was: it is always among those named. Nor what a file is that is not read because "
+            "others may write it: clear removes it only without --arch, --family and --stale."
         ),
     )
     parser.add_argument("action", nargs="?", choices=("show", "verify", "clear"), default="show")
@@ -65,7 +66,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def selected(options: argparse.Namespace) -> list[cache.Entry]:
-    """Returns the cached kernels that the options name, and all damaged files."""
+    """Returns the cached kernels that the options name, all damaged files, and unless they are removed those that could
+    not be read.
+    """
     arch = None if options.arch is None else archs.of_gpu(options.arch).name
     found = []
     total = sum(1 for _ in cache.directory().glob("*.artifact")) if sys.stderr.isatty() else 0
@@ -73,7 +76,10 @@ def selected(options: argparse.Namespace) -> list[cache.Entry]:
         for entry in cache.entries():
             bar.step(entry.path.stem[:16])
             named = arch in (None, entry.arch) and options.family in (None, entry.kernel)
-            if entry.problem or (named and not (options.stale and entry.current)):
+            named = named and not (options.stale and entry.current)
+            if entry.problem and (options.arch or options.family or options.stale):
+                named = entry.damaged or options.action != "clear"
+            if named:
                 found.append(entry)
     return found
 

@@ -210,13 +210,13 @@ def _count(number: int, noun: str) -> str:
 
 
 def tokens(options: argparse.Namespace) -> BatchLengths:
-    """Lengths of the requests."""
+    """Lengths of the requests, checked as a plan checks them."""
     import numpy as np
 
     from cute_attn.problem import BatchLengths
     from cute_attn.request import batch_plan, checks
     from cute_attn.request.index_arrays import bounds, last_page_len
-    from cute_attn.request.settings import MAX_KV_LEN
+    from cute_attn.request.settings import MAX_INDEX, MAX_KV_LEN
 
     qo_lens, kv_lens = (_lengths(options, name) for name in ("qo_lens", "kv_lens"))
     if options.batch is not None and options.batch < 1:
@@ -227,12 +227,15 @@ def tokens(options: argparse.Namespace) -> BatchLengths:
         if len(lengths) != count:
             raise ArgumentError(f"{name} must have a length for each of {count} requests, got {len(lengths)}")
         checks.each_within(name, np.array(lengths), MAX_KV_LEN)
-    kv_len, q_bounds = np.array(kv_lens), bounds(np.array(qo_lens))
-    if options.page_size is None:
-        return BatchLengths(q_bounds, bounds(kv_len), kv_len)
-    size = batch_plan.count("page_size", options.page_size)
+    kv_len, size = np.array(kv_lens), 1
+    if options.page_size is not None:
+        size = batch_plan.count("page_size", options.page_size)
     pages = -(-kv_len // size)
-    return BatchLengths(q_bounds, bounds(pages), kv_len, last_page_len=last_page_len(kv_len, pages, size))
+    q_bounds, kv_bounds = bounds(np.array(qo_lens)), bounds(pages)
+    checks.increasing("the sum of --qo-lens", q_bounds, MAX_INDEX)
+    checks.increasing("the number of keys or pages of --kv-lens", kv_bounds, MAX_INDEX)
+    last = None if options.page_size is None else last_page_len(kv_len, pages, size)
+    return BatchLengths(q_bounds, kv_bounds, kv_len, last_page_len=last)
 
 
 def _lengths(options: argparse.Namespace, name: str) -> list[int] | None:

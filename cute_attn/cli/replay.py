@@ -72,8 +72,9 @@ def run(options: argparse.Namespace) -> int:
         document = read(options.file, archive)
         call = document["parts"]["call"]
         target = target_of(options, call)
-        made = public(call["module"], call["owner"] or call["function"])
-        if target.backend == "emulator" and "backend" not in inspect.signature(made).parameters:
+        if target.backend == "emulator" and not takes_backend(
+            public(call["module"], call["owner"] or call["function"])
+        ):
             raise ArgumentError(f"{_name(call)} takes no backend, so that the emulator cannot run it: --backend gpu")
         print(f"{_name(call)} of cute_attn {document['versions'].get('cute_attn')}, recorded with", end=" ")
         print(", ".join(f"{name} {value}" for name, value in document["versions"].items() if name != "cute_attn"))
@@ -178,6 +179,14 @@ def target_of(options: argparse.Namespace, call: dict[str, Any]) -> Target:
     return Target(backend, archs.of_gpu(options.arch or "sm_90a").name if backend == "emulator" else "")
 
 
+def takes_backend(function: Callable[..., Any]) -> bool:
+    """Tells whether a function, or the constructor of a wrapper, can run on the reference and on the emulator.
+    `concat_mla_k` has a `backend` of other names.
+    """
+    backend = inspect.signature(function).parameters.get("backend")
+    return backend is not None and backend.default != "default"
+
+
 def execute(document: dict[str, Any], archive: zipfile.ZipFile, target: Target) -> Outcome:
     """Makes and plans the wrapper, if there is one, and runs the call."""
     import torch
@@ -258,7 +267,7 @@ def _arguments(name: str, part: dict[str, Any], archive: zipfile.ZipFile, target
 def _call(function: Callable[..., Any], wrapper: list[Any], arguments: Arguments, target: Target) -> Any:
     args, kwargs, _ = arguments
     bound = inspect.signature(function).bind_partial(*wrapper, *args)  # keywords may have names of no parameter
-    if target.backend != "gpu" and "backend" in bound.signature.parameters:
+    if target.backend != "gpu" and takes_backend(function):
         (bound.arguments if "backend" in bound.arguments else kwargs)["backend"] = target.backend
     return function(*bound.args, **kwargs)
 

@@ -120,6 +120,7 @@ class Entry(NamedTuple):
     dsl: str
     current: bool
     problem: str  # why it cannot be loaded, or ""
+    damaged: bool  # it was read, and is no artifact
 
 
 def entries() -> Iterator[Entry]:
@@ -138,7 +139,7 @@ def _entry(path: Path) -> Entry:
     try:
         check_private(path.parent, path.parent.stat())
         if not path.is_file() and path.exists():  # reading a pipe would wait
-            raise ArtifactError("not a file")
+            raise OSError("not a file")
         found = Artifact.from_bytes(read_private(path))
         kernel, text = found.spec["kernel"], json.dumps(found.spec, sort_keys=True, separators=(",", ":"))
         if not all(type(name) is str and name.isprintable() for name in (found.arch, kernel, found.dsl)):
@@ -147,8 +148,9 @@ def _entry(path: Path) -> Entry:
     except FileNotFoundError:
         raise
     except (OSError, ArtifactError, KeyError) as error:
-        return Entry(path, num_bytes, "?", "?", "", False, str(error) or repr(error))
-    return Entry(path, num_bytes, found.arch, kernel, found.dsl, current, "")
+        damaged = not isinstance(error, OSError)
+        return Entry(path, num_bytes, "?", "?", "", False, str(error) or repr(error), damaged)
+    return Entry(path, num_bytes, found.arch, kernel, found.dsl, current, "", False)
 
 
 def remove(chosen: Iterable[Entry]) -> None:

@@ -159,8 +159,12 @@ def test_cache_shows_verifies_and_clears(tmp_path: Path, capsys: Output) -> None
     capsys.readouterr()
     document = json.loads(printed(capsys, ["cache", "verify", "--json"], 1))
     assert (document["kernels"], document["damaged"][0]["file"]) == (1, str(left))
-    assert main(["cache", "clear", "--arch", "sm_80", "--family", "fa2", "--yes"]) == 0  # nobody knows what it was
-    assert not list((tmp_path / "cache").glob("*.artifact"))
+    for mode, there in ((0o666, True), (0o644, False)):  # not read while others may write it; then nobody knows it
+        left.chmod(mode)
+        for narrowed in (["--stale"], ["--arch", "sm_80", "--family", "fa2"]):
+            assert main(["cache", "verify", *narrowed]) == left.exists()
+            assert main(["cache", "clear", *narrowed, "--yes"]) == 0
+            assert left.exists() == there
     assert main(["cache", "show", "--json"]) == 0
 
 

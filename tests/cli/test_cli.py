@@ -363,6 +363,8 @@ def test_explain_as_data(capsys: Output) -> None:
         (["--kv-lens", "5,-1", "--page-size", "4"], "--kv-lens"),
         (["--kv-lens", f"5,{1 << 70}"], "--kv-lens"),
         (["--batch", "2", "--page-size", "0"], "page_size"),
+        (["--batch", "3", "--qo-len", f"{1 << 30}"], "the sum of --qo-lens must stay within 0..2147483647"),
+        (["--batch", "3", "--kv-len", f"{1 << 30}", "--page-size", "1"], "pages of --kv-lens must stay within"),
     ],
 )
 def test_explain_checks_its_arguments(argv: list[str], named: str, capsys: Output) -> None:

@@ -52,6 +52,7 @@ try:
     wrapper.run(x[:, :3], cache)
 except ValueError:
     pass
+cute_attn.concat_mla_k(torch.empty(3, 4, 80), x.float(), torch.ones(3, 1, 16))
 ragged = cute_attn.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
 ragged.plan(i32(0, 3), i32(0, 50), 4, 2, head_dim=64)
 latent = cute_attn.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
@@ -78,6 +79,7 @@ NAMES = (
     "BatchDecodeWithPagedKVCacheWrapper.run",
     "append_paged_kv_cache",
     "BatchDecodeWithPagedKVCacheWrapper.run",
+    "concat_mla_k",
     *("BatchPrefillWithRaggedKVCacheWrapper.__init__", "BatchPrefillWithRaggedKVCacheWrapper.plan"),
     *("BatchMLAPagedAttentionWrapper.__init__", "BatchMLAPagedAttentionWrapper.plan"),  # not of its metadata
 )
@@ -107,10 +109,12 @@ def test_replay_on_the_emulator_agrees(dumped: tuple[list[Path], list[str]], num
 
 
 def test_replay_on_the_reference(dumped: tuple[list[Path], list[str]], capsys: Output) -> None:
-    for file in dumped[0][:6] + dumped[0][7:]:
-        assert printed(capsys, ["replay", str(file), "--backend", "reference"]).endswith("reference: runs\n")
-    assert main(["replay", str(dumped[0][5]), "--arch", "sm_90a"]) == 2
-    assert "append_paged_kv_cache takes no backend" in capsys.readouterr().err
+    for number, file in enumerate(dumped[0]):
+        if number != 6:
+            assert printed(capsys, ["replay", str(file), "--backend", "reference"]).endswith("reference: runs\n")
+    for number in (5, 7):
+        assert main(["replay", str(dumped[0][number]), "--arch", "sm_90a"]) == 2
+        assert f"{NAMES[number]} takes no backend" in capsys.readouterr().err
     assert "raises ArgumentError: q must have shape" in printed(capsys, ["replay", str(dumped[0][6])], 1)
 
 
