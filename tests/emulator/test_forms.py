@@ -80,7 +80,7 @@ def test_both_results_of_a_comparison_are_combined_with_what_was_there() -> None
 # --- memory forms of Blackwell ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", memory_cases(), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*memory_cases()], ids=lambda case: case.id)
 def test_the_result_is_that_of_the_isa(case: Case) -> None:
     for seed, kind in enumerate(("eager", "delayed", "adversarial")):
         assert emulate.run(case, schedule=Schedule(kind, seed))[: len(case.want)] == case.want, kind

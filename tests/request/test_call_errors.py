@@ -76,6 +76,7 @@ BAD: dict[str, list[Row]] = {  # by entry: what changes, the message, and the er
         ({"q": Q[0]}, r"q must have shape \[qo_len, num_qo_heads,.*\(4, 64\)"),
         ({"q": Q[:, :0]}, "num_qo_heads 0"),
         ({"q": Q.to(E4M3)}, "k and v must have dtype float8_e4m3fn.*got bfloat16"),
+        ({"q": Q.to(E4M3), **kv(32, 2, 64, dtype=torch.float8_e5m2)}, "dtype float8_e4m3fn.*got float8_e5m2"),
         ({"q": Q[..., :15], **kv(32, 2, 15), "pos_encoding_mode": "ROPE_LLAMA"}, "ROPE_LLAMA.*even head dimension.*15"),
         (
             {"k": K[:1, 0].expand(2**31, 2, 64), "v": K[:1, 0].expand(2**31, 2, 64)},
