@@ -11,7 +11,7 @@ import torch
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import BatchLengths
 from cute_attn.request import checks
-from cute_attn.request.settings import MAX_KV_LEN
+from cute_attn.request.settings import MAX_INDEX, MAX_KV_LEN
 
 NOWHERE = np.empty(0, np.int64)  # rows of keys that are in pages
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]  # the first three of BatchLengths
@@ -100,7 +100,8 @@ def lengths(arrays: Mapping[str, Any], sizes: Mapping[str, Any], query: torch.Te
             raise ArgumentError(
                 "cum_seq_lens_kv must be the sums of seq_lens: they give other numbers of keys to a request"
             )
-        checks.increasing("cum_seq_lens_kv", kv_indptr, k.shape[0], ", the rows of k and v")
+        what = ", the rows of k and v" if k.shape[0] <= MAX_INDEX else ""
+        checks.increasing("cum_seq_lens_kv", kv_indptr, min(k.shape[0], MAX_INDEX), what)
     return qo_indptr, kv_indptr, kv_len
 
 
