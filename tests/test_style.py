@@ -164,7 +164,7 @@ def test_lines_of_all_documents() -> None:
 
 # The names that count are functools': nothing imports them from it.
 MEMO = re.compile(r"functools\.(?:lru_)?cache\b|(?<!def )\bonce\(|from functools import .*cache")
-UNBOUNDED = re.compile(r"@functools\.(?:cache|lru_cache\((?:maxsize=)?None\))\n(?:@.*\n)*def (\w+)")
+UNBOUNDED = re.compile(r"functools\.(?:cache\b|lru_cache\((?:maxsize=)?None\b)(?:.*\n(?: *@.*\n)* *def (\w+))?")
 
 
 def test_number_of_memos() -> None:

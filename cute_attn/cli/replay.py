@@ -266,10 +266,10 @@ def _arguments(name: str, part: dict[str, Any], archive: zipfile.ZipFile, target
 
 def _call(function: Callable[..., Any], wrapper: list[Any], arguments: Arguments, target: Target) -> Any:
     args, kwargs, _ = arguments
-    bound = inspect.signature(function).bind_partial(*wrapper, *args, **kwargs)
+    bound = inspect.signature(function).bind_partial(*wrapper, *args)  # keywords may have names of no parameter
     if target.backend != "gpu" and takes_backend(function):
-        bound.arguments["backend"] = target.backend
-    return function(*bound.args, **bound.kwargs)
+        (bound.arguments if "backend" in bound.arguments else kwargs)["backend"] = target.backend
+    return function(*bound.args, **kwargs)
 
 
 def _asked_backend(parts: dict[str, Any]) -> str:

@@ -280,7 +280,8 @@ def _planned(q: torch.Tensor, keys: Keys, out: torch.Tensor, lengths: BatchLengt
     structure = Structure.of(q, keys, o_data_type=out.dtype, causal=band.causal, window_left=band.window_left)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     options = {"q_scale": q.shape[2] ** -0.5 if band.scale is None else band.scale, "out": out, "lse": lse}
-    planned_prefill.run(workspaces.of_stream(q.device), structure, q, keys, lengths, options)
+    arrays = lengths.qo_indptr, lengths.kv_indptr, lengths.kv_len
+    planned_prefill.run(workspaces.of_stream(q.device), structure, q, keys, arrays, options)
     return lse
 
 

@@ -76,7 +76,7 @@ def install(observers: Sequence[Observer]) -> None:
     if not observers:
         return
     names = list(public_names())
-    classes = {member: module for module, _, member in names if inspect.isclass(member)}
+    classes = {member: module for module, _, member in names if hasattr(member, "run")}  # of records are no calls
     functions = [(module, name, member) for module, name, member in names if not inspect.isclass(member)]
     methods = [(cls, name, method) for cls in classes for name, method in _methods(cls, set(classes))]
     places: list[tuple[Callable[..., Any], Place]] = [

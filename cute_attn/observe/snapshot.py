@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cute_attn.errors import ArgumentError
+from cute_attn.mla import MLAPlanMetadata
 from cute_attn.problem import short
 
 ALIGNMENT = 256  # of addresses, which is kept
@@ -63,6 +64,8 @@ class Snapshot:
             return {"tuple" if isinstance(value, tuple) else "list": items}
         if isinstance(value, dict):
             return {"dict": [[key, self.encode(item, f"{name}[{key!r}]", scratch)] for key, item in value.items()]}
+        if isinstance(value, MLAPlanMetadata):
+            return {"mla_metadata": self.encode(vars(value), name, scratch)}
         return {"other": f"{type(value).__name__}: {repr(value)[:REPR_LENGTH]}"}
 
     def _tensor(self, tensor: torch.Tensor, name: str, scratch: bool) -> dict[str, Any]:
@@ -159,6 +162,8 @@ class Reader:
             return tuple(items) if kind == "tuple" else items
         if kind == "dict":
             return {key: self.decode(item) for key, item in content}
+        if kind == "mla_metadata":
+            return MLAPlanMetadata(**self.decode(content))
         raise ArgumentError(f"the file holds no data for a value of type {str(content)[:REPR_LENGTH]}")
 
     def _tensor(self, record: dict[str, Any]) -> torch.Tensor:

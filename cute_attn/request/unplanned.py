@@ -11,9 +11,10 @@ import torch
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import BatchLengths
 from cute_attn.request import checks
-from cute_attn.request.settings import MAX_KV_LEN
+from cute_attn.request.settings import MAX_INDEX, MAX_KV_LEN
 
 NOWHERE = np.empty(0, np.int64)  # rows of keys that are in pages
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]  # the first three of BatchLengths
 LENGTH_DTYPES = (torch.int32, torch.uint32, torch.int64)
 
 
@@ -73,7 +74,7 @@ def from_host(q_seq_lens_cpu: Any, kv_seq_lens_cpu: Any) -> tuple[torch.Tensor, 
     return qo_indptr, kv_len, kv_indptr
 
 
-def lengths(arrays: Mapping[str, Any], sizes: Mapping[str, Any], query: torch.Tensor, k: torch.Tensor) -> BatchLengths:
+def lengths(arrays: Mapping[str, Any], sizes: Mapping[str, Any], query: torch.Tensor, k: torch.Tensor) -> Arrays:
     """Read lengths, and check them against each other, the rows of query and k, and what else the call says of them.
 
     `arrays`: cum_seq_lens_q, seq_lens and, where k has rows instead of pages, cum_seq_lens_kv. `sizes`: batch_size,
@@ -99,8 +100,9 @@ def lengths(arrays: Mapping[str, Any], sizes: Mapping[str, Any], query: torch.Te
             raise ArgumentError(
                 "cum_seq_lens_kv must be the sums of seq_lens: they give other numbers of keys to a request"
             )
-        checks.increasing("cum_seq_lens_kv", kv_indptr, k.shape[0], ", the rows of k and v")
-    return BatchLengths(qo_indptr, kv_indptr, kv_len)
+        what = ", the rows of k and v" if k.shape[0] <= MAX_INDEX else ""
+        checks.increasing("cum_seq_lens_kv", kv_indptr, min(k.shape[0], MAX_INDEX), what)
+    return qo_indptr, kv_indptr, kv_len
 
 
 def chunk_bounds(size: int, lengths: BatchLengths) -> np.ndarray:

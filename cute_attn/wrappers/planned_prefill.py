@@ -17,7 +17,7 @@ from cute_attn.problem import BatchLengths
 from cute_attn.request import caches, checks, unplanned
 from cute_attn.request.batch_plan import PlanOptions, PlanRequest
 from cute_attn.request.index_arrays import bounds
-from cute_attn.request.unplanned import Keys
+from cute_attn.request.unplanned import Arrays, Keys
 from cute_attn.runtime import capture
 from cute_attn.wrappers import calls
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -62,25 +62,24 @@ class Session:
         self.positions: torch.Tensor
         self.indices: torch.Tensor  # page numbers, filled again before every run: they may change without a new plan
 
-    def run(self, query: torch.Tensor, keys: Keys, lengths: BatchLengths, options: dict[str, Any]) -> Any:
+    def run(self, query: torch.Tensor, keys: Keys, arrays: Arrays, options: dict[str, Any]) -> Any:
         """Compute a batch, after a plan where its lengths differ from those before."""
         k, v, tables = keys
-        arrays = lengths.qo_indptr, lengths.kv_indptr, lengths.kv_len
         content = None if tables is None else tables.shape, *(x.tobytes() for x in arrays)
-        planned = content == self.content
-        if not planned:
+        lengths = None if content == self.content else BatchLengths(*arrays)
+        if lengths is not None:
             self.content = None
         if tables is not None:
-            self._fill(keys, lengths, planned)
-        if not planned:
+            self._fill(keys, lengths)
+        if lengths is not None:
             self._plan(lengths)
             self.content = content
         return self.wrapper.run(query, *((k, v) if tables is None else ((k, v),)), **options)
 
-    def _fill(self, keys: Keys, lengths: BatchLengths, planned: bool) -> None:
-        """Write the page numbers of a batch to where its plan reads them."""
+    def _fill(self, keys: Keys, lengths: BatchLengths | None) -> None:
+        """Write the page numbers of a batch to where its plan reads them. `lengths`: of a new plan."""
         tables = keys.tables
-        if not planned:
+        if lengths is not None:
             self.pages = caches.in_table(tables, lengths.kv_len, self.structure.page_size)
             self.positions = torch.from_numpy(self.pages.positions).to(tables.device)
             with capture.lasting():
@@ -128,7 +127,7 @@ def run(
     structure: Structure,
     query: torch.Tensor,
     keys: Keys,
-    lengths: BatchLengths,
+    arrays: Arrays,
     options: dict[str, Any],
 ) -> Any:
     """Compute a batch on the current stream of query's device. Returns what a wrapper's `run` returns, to which
@@ -139,7 +138,7 @@ def run(
     with _places_lock:
         place = kept(_places, (device, stream), Place, MAX_STREAMS)
     with place.lock:
-        return place.session(workspace, structure).run(query, keys, lengths, options)
+        return place.session(workspace, structure).run(query, keys, arrays, options)
 
 
 def kept(values: OrderedDict[Key, Value], key: Key, make: Callable[[], Value], most: int) -> Value:

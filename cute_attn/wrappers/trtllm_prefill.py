@@ -449,7 +449,7 @@ def _checked(call: SimpleNamespace) -> Any:
         tables = "block_tables", keys.tables, (torch.int32,), (None, None), "[batch_size, max_pages]", query.device
         keys = keys._replace(tables=checks.operand(*tables).contiguous())
     read = {name: given[name] for name in (ARRAYS[:2] if keys.paged else ARRAYS[:3])}
-    lengths = unplanned.lengths(read, sizes, query, keys.k)
+    arrays = unplanned.lengths(read, sizes, query, keys.k)
     dtype = trtllm_options.output_dtype(call.out, call.out_dtype)
     structure = Structure.of(
         query,
@@ -465,7 +465,7 @@ def _checked(call: SimpleNamespace) -> Any:
     workspace = checks.tensor("workspace_buffer", call.workspace_buffer)
     checks.device("workspace_buffer", workspace, query.device)
     operands.check_workspace("workspace_buffer", workspace)
-    rows, (out, lse) = lengths.rows, _outputs(call, lengths.rows, structure.options)
+    out, lse = _outputs(call, rows := int(arrays[0][-1]), structure.options)
     for name in ("bmm1_scale", "bmm2_scale"):  # None stands for 1 in runs, which check all else
         if getattr(call, name) is None:
             raise ArgumentTypeError(f"{name} must be a number or a floating-point tensor of one element, got None")
@@ -478,7 +478,7 @@ def _checked(call: SimpleNamespace) -> Any:
         "enable_pdl": call.enable_pdl,
         "sinks": trtllm_options.one_sink(call.sinks),
     }
-    result = planned_prefill.run(workspace, structure, query[:rows], keys, lengths, run_options)
+    result = planned_prefill.run(workspace, structure, query[:rows], keys, arrays, run_options)
     made, made_lse = result if call.return_lse else (result, None)
     out = made if out is None else out
     return (out, made_lse if lse is None else lse) if call.return_lse else out

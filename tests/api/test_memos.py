@@ -79,7 +79,7 @@ def test_plans_and_runs_on_the_reference() -> None:
         wrapper.plan(indptr, indices, last, 4, 2, 64, 4, sm_scale=1 + i / 65536, q_data_type="float16")
         wrapper.run(q[:2], cache, k_scale=1 + i / 65536)
 
-    assert growth(call, 600, 1000) < SLACK
+    assert growth(call, 600, 1000) < 500  # all memos are full; a leak of one object per call is more
 
 
 @pytest.mark.parametrize("call", [with_scale, with_v_scale, with_lengths, with_heads])

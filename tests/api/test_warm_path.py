@@ -44,8 +44,8 @@ BUDGETS = {
     "xqa, drafts": 5,
     "trtllm": 7,
     "trtllm context": 14,
-    "trtllm fmha": 14,
-    "trtllm ragged": 14,
+    "trtllm fmha": 13,
+    "trtllm ragged": 13,
 }
 
 

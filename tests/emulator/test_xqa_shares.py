@@ -150,7 +150,7 @@ OF_HEADS = {
         8,
         (1, 1, 2),
     ),
-    "keys ahead": (XqaCase((200, 7), kv="e4m3", heads=(16, 4)), "4x2x16x4ha64", 4, (1, 1, 2)),
+    "keys ahead": (XqaCase((200, 7), kv="e4m3", heads=(16, 4)), "4x2x16x4ha2", 4, (1, 1, 2)),
     "a wide head": (XqaCase((70, 33), kv="fp16", q="fp16", heads=(6, 2), head_dim=256), "2x2x32x1h", 3, (1, 1, 2)),
     "4 bits, rows that are there twice": (
         XqaCase((150, 33), kv="nvfp4", heads=(4, 2), bmm1_scale=0.001),

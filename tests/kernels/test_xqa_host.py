@@ -185,9 +185,9 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, la
 @pytest.mark.parametrize(
     ("window", "requests", "ring"),
     [
-        *((142, 16, (4, "whole", 3)), (143, 1, (4, "cluster", 0)), (143, 16, (8, "whole", 1))),
+        *((142, 32, (4, "whole", 3)), (143, 1, (4, "cluster", 0)), (143, 16, (8, "whole", 1))),
         *((143, 17, (4, "whole", 0)), (511, 8, (8, "cluster", 0)), (511, 16, (8, "shares", 1))),
-        *((510, 255, (4, "whole", 0)), (510, 256, (2, "heads", 0))),
+        *((142, 33, (4, "whole", 0)), (510, 255, (4, "whole", 0)), (510, 256, (2, "heads", 0))),
     ],
 )
 def test_short_windows_are_distinguished_by_their_number(

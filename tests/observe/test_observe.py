@@ -53,6 +53,11 @@ try:
 except ValueError:
     pass
 cute_attn.concat_mla_k(torch.empty(3, 4, 80), x.float(), torch.ones(3, 1, 16))
+ragged = cute_attn.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+ragged.plan(i32(0, 3), i32(0, 50), 4, 2, head_dim=64)
+latent = cute_attn.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+metadata = cute_attn.MLAPlanMetadata.csr(i32(0, 1), i32(0, 1), i32(2), i32(9))
+latent.plan(None, None, None, None, 2, 512, 64, 16, False, 0.1, q.dtype, q.dtype, metadata=metadata)
 print(ranges[2:])  # without the trial
 """
 
@@ -75,6 +80,8 @@ NAMES = (
     "append_paged_kv_cache",
     "BatchDecodeWithPagedKVCacheWrapper.run",
     "concat_mla_k",
+    *("BatchPrefillWithRaggedKVCacheWrapper.__init__", "BatchPrefillWithRaggedKVCacheWrapper.plan"),
+    *("BatchMLAPagedAttentionWrapper.__init__", "BatchMLAPagedAttentionWrapper.plan"),  # not of its metadata
 )
 
 
@@ -262,14 +269,7 @@ def test_directory_and_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("text", "megabytes", "warned"),
-    [
-        ("0", 0, False),
-        ("", 1024, False),
-        ("²", 1024, True),
-        ("9" * 5000, 1024, True),
-        ("-1", 1024, True),
-        ("1.5", 1024, True),
-    ],
+    [("0", 0, False), ("", 1024, False), *((text, 1024, True) for text in ("²", "9" * 5000, "-1", "1.5"))],
 )
 def test_limits_that_are_no_number_leave_the_default(
     text: str, megabytes: int, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -103,6 +103,7 @@ CONSTRUCTORS: dict[tuple[str, ...], list[Row]] = {
         ({"jit_args": variant(uri="my_attention")}, "jit_args=.*: variants written in CUDA", NotSupported),
         ({"jit_args": variant((7, ["sink", "bias"]), (8, ["float", "half"]))}, "jit_args", NotSupported),
         ({"jit_args": variant()[:9]}, "jit_args", NotSupported),
+        ({"jit_args": "batch_prefill_attention_sink"}, "jit_args", NotSupported),
         ({"jit_args": variant((7, 5))}, "jit_args", NotSupported),
         ({"jit_args": variant((3, torch.float32))}, "dtype_o of jit_args must be its dtype_q"),
         *(
@@ -274,6 +275,7 @@ def test_plan(name: str, row: Row) -> None:
     before = given["out"].clone()
     with raises(row):
         call.made.plan(**call.planned | row[0])
+    given["out"].zero_()
     call(given)
     assert torch.equal(given["out"], before)
 
@@ -358,3 +360,10 @@ def test_run_before_plan(name: str) -> None:
     call.made.reset_workspace_buffer(MEMORY, MEMORY)
     with pytest.raises(NotPlannedError, match="again after reset_workspace_buffer"):
         call(given)
+
+
+@pytest.mark.parametrize("name", ["paged", "mixed"])
+def test_a_variant_of_strides_that_nobody_knows(name: str) -> None:
+    begun(name).made.prewarm_paged_kv_stride_variant("independent")
+    with pytest.raises(LayoutError, match=r"variant must be one of 'independent'.*'equal'"):
+        begun(name).made.prewarm_paged_kv_stride_variant("equal")

@@ -18,6 +18,7 @@ K, V, S, ROWS = CACHES["k of paged_kv_cache"], STATES["v"], STATES["s"], NEW_ROW
 K_CACHE, OUTPUT = TWO_CACHES["k_cache"], OTHERS["dequantise pages"].tensors["output_v"]
 
 FP4 = FP4Tensor(torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(128, 4).to(torch.float8_e4m3fn))
+MANY = randn(1, 2, 64).expand((1 << 31) + 20, 2, 64)  # more than launches count
 WIDE = torch.zeros(64, 2)
 OWN_PAGES = {"block_tables": ints(0, 0, 0, 0).view(2, 2, 1), "uses_shared_paged_kv_idx": False}
 KNOWN, UNKNOWN = "'auto', 'fa4', 'fa3', 'xqa', 'fa2'", ("fa-2", "", None, 2, ["fa2"], np.array(["auto", "fa2"]))
@@ -76,6 +77,7 @@ BAD: dict[str, list[Row]] = {  # by entry: what changes, the message, and the er
         ({"q": Q[0]}, r"q must have shape \[qo_len, num_qo_heads,.*\(4, 64\)"),
         ({"q": Q[:, :0]}, "num_qo_heads 0"),
         ({"q": Q.to(E4M3)}, "k and v must have dtype float8_e4m3fn.*got bfloat16"),
+        ({"q": Q.to(E4M3), **kv(32, 2, 64, dtype=torch.float8_e5m2)}, "dtype float8_e4m3fn.*got float8_e5m2"),
         ({"q": Q[..., :15], **kv(32, 2, 15), "pos_encoding_mode": "ROPE_LLAMA"}, "ROPE_LLAMA.*even head dimension.*15"),
         (
             {"k": K[:1, 0].expand(2**31, 2, 64), "v": K[:1, 0].expand(2**31, 2, 64)},
@@ -145,9 +147,10 @@ BAD: dict[str, list[Row]] = {  # by entry: what changes, the message, and the er
             "^the sums of q_seq_lens_cpu must not decrease",
         ),
         ({"q_seq_lens_cpu": ints(3, 5), "kv_seq_lens_cpu": ints(4, -2)}, "^kv_seq_lens_cpu must be within"),
+        ({"key": randn(19, 2, 64), "value": randn(19, 2, 64)}, "within 0..19, the rows of key and value"),
         (
-            {"key": randn(19, 2, 64), "value": randn(19, 2, 64)},
-            "within 0..19, the rows of key and value",
+            {"key": MANY, "value": MANY, "cum_seq_lens_kv": torch.tensor([0, 4, 20]) + (1 << 31)},
+            "^cum_seq_lens_kv must stay within 0..2147483647, got",
         ),
         ({"seq_lens": ints(3, 15)}, "cum_seq_lens_kv must be the sums of seq_lens"),
         ({"attention_sinks": [torch.zeros(4)] * 2}, "^attention_sinks must be a tensor or a list"),

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +71,12 @@ def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def make(case: BatchCase, device: torch.device | str = "cpu") -> BatchInputs:
-    """The tensors of a case."""
+def make(case: BatchCase, device: torch.device | str = "cpu", numbers: Sequence[torch.Tensor] = ()) -> BatchInputs:
+    """The tensors of a case, with random numbers or with `numbers` of q, k and v of all tokens."""
     device = torch.device(device)
     generator = torch.Generator().manual_seed(case.seed)
     index_dtype = getattr(torch, case.indices)
-    q, *kv = _numbers(case, generator)
+    q, *kv = numbers or _numbers(case, generator)
     k, v = (store(x, case.stored_dtype) for x in kv)
     parts = [x for pair in zip(k.parts, v.parts, strict=True) for x in pair]
     q = q.to(getattr(torch, case.dtype))

@@ -100,7 +100,7 @@ def check(case: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Te
     for o, o_ref in zip(*(x[case.first :].double().split(case.qo_lens) for x in (found[0], expected[0])), strict=True):
         error, norm = float((o - o_ref).norm()), float(o_ref.norm())
         if out.dtype.itemsize > 1 and error > (2**-6 if case.v_mean >= 2 else 0.04) * norm:
-            return f"o of a request is off by {error / norm:.3g} of its norm"
+            return f"o of a request, of norm {norm:.3g}, is off by {error:.3g}"
     return verdict(case, found, expected, _fp8_bound(case, inputs, expected[0]))
 
 

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import (
-    BatchAttention,
-)
+from cute_attn import BatchAttention
 from tests.support.batch_case import BatchInputs, heads, make, paged
 from tests.support.dense_attention import EVERYWHERE, assert_near
 from tests.support.executors import REFERENCE, Executor

@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import (
-    BatchPrefillWithCausalBidirectionalRangesWrapper,
-    NotSupported,
-    emulator,
-)
+from cute_attn import BatchPrefillWithCausalBidirectionalRangesWrapper, NotSupported, emulator
 from tests.support.batch_case import BatchCase, BatchInputs, dims, heads, make, paged
 from tests.support.dense_attention import assert_near
 from tests.support.executors import CUDA, GPU_MARKS, REFERENCE, Executor, needs_gpu

@@ -11,10 +11,7 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import (
-    BlockSparseAttentionWrapper,
-    VariableBlockSparseAttentionWrapper,
-)
+from cute_attn import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 from tests.support.dense_attention import EVERYWHERE, assert_near, attention, random
 from tests.support.executors import Executor
 

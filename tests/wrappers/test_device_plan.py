@@ -165,11 +165,7 @@ def test_the_reference_reads_lengths_on_the_host(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("case", "changed", "message"),
     [
-        (
-            PAGED[0],
-            {"qo_indptr": torch.zeros(3, dtype=torch.int32)},
-            "as many elements as qo_indptr = .3,., got 5",
-        ),
+        (PAGED[0], {"qo_indptr": torch.zeros(3, dtype=torch.int32)}, "as many elements as qo_indptr = .3,., got 5"),
         (PAGED[0], {"paged_kv_indptr": torch.zeros(5)}, "paged_kv_indptr must have dtype"),
         (
             PAGED[0],

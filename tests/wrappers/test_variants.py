@@ -16,14 +16,7 @@ from cute_attn.errors import WorkspaceError
 from cute_attn.runtime.staging import Staging
 from cute_attn.wrappers import plan
 from cute_attn.wrappers.plan import Plan
-from tests.support.batch_case import (
-    BatchCase,
-    heads,
-    make,
-    plan_arguments,
-    random_lengths,
-    wrapper,
-)
+from tests.support.batch_case import BatchCase, heads, make, plan_arguments, random_lengths, wrapper
 from tests.support.formula import assert_batch_right
 from tests.support.graphs import sliced
 from tests.support.right import planned

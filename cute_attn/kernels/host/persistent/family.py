@@ -154,14 +154,7 @@ class PersistentFamily(TiledFamily[T]):
         return (tile.ctas * min(total, tiling.params.resident_ctas), 1, 1), order + lengths
 
 
-def _tiling(
-    settings: Settings,
-    tile: T,
-    heads: int,
-    kv_len: int,
-    sms: int,
-    launch: Launch,
-) -> Tiling[T]:
+def _tiling(settings: Settings, tile: T, heads: int, kv_len: int, sms: int, launch: Launch) -> Tiling[T]:
     """Returns the tiling for a launch with requests of up to `kv_len` keys. To the scheduler, `heads` that share a tile
     are one group.
     """
