@@ -19,35 +19,22 @@ from cute_attn.emulator import access
 from cute_attn.emulator.machine import Schedule
 from cute_attn.kernels.xqa.tiles import Shape
 from tests.emulator.test_xqa import decode
+from tests.support import batch_case
+from tests.support.batch_case import dims, heads
+from tests.support.right import Solver
 from tests.support.xqa_case import Built, XqaCase, build
 from tests.support.xqa_rules import forced_ring
 
 pytestmark = pytest.mark.emulator
 
 ALL, SOME = 1 << 20, -1
+WINDOW: dict[str, Any] = {"head_dim": 64, "window_left": 127, "sinks": True}
 # (case, ring, keys of every request in the first tiles, from that of the first key on).
 CASES = {
-    "windows": (
-        XqaCase((500, 0, 1, 40, 133), kv="e4m3", heads=(16, 2), head_dim=64, window_left=127, sinks=True),
-        "2x2x32x8wa1",
-        64,
-    ),
-    "a tile of a window for each warp": (
-        XqaCase((500, 0, 1, 133), heads=(16, 2), head_dim=64, window_left=127, sinks=True),
-        "4x2x16x4wa3",
-        ALL,
-    ),
-    "windows, a head for each warp": (
-        XqaCase((500, 0, 1, 133), kv="e4m3", heads=(32, 4), head_dim=64, window_left=127, sinks=True),
-        "4x3x32x2ha4",
-        128,
-    ),
+    "a tile of a window for each warp": (XqaCase((500, 0, 1, 133), heads=(16, 2), **WINDOW), "4x2x16x4wa3", ALL),
+    "windows, a head each": (XqaCase((500, 0, 1, 40, 133), kv="e4m3", heads=(32, 4), **WINDOW), "4x3x32x2ha3", 96),
     "clusters": (XqaCase((700,), kv="e4m3", heads=(16, 2)), "4x2x16x1+1c4", SOME),
-    "clusters of several requests": (
-        XqaCase((700, 0, 300), heads=(8, 2), window_left=400, sinks=True),
-        "4x3x16x1c4",
-        SOME,
-    ),
+    "clusters of several requests": (XqaCase((700, 0, 300), window_left=400, sinks=True), "4x3x16x1c4", SOME),
     "warps with a head each": (XqaCase((200, 7, 40), kv="e4m3", heads=(16, 4)), "4x2x16x4ha1", 16),
     "shares": (XqaCase((300, 0, 70, 9), heads=(8, 2)), "4x3x16x1a1", SOME),
     "shares of many requests": (XqaCase((40,) * 35, kv="e4m3", heads=(4, 1)), "2x3x16x1a2", SOME),
@@ -69,13 +56,15 @@ def read_bytes(ptx: str) -> str:
     )
 
 
-def stale(garbage: str) -> Callable[[str], str]:
-    """Lengths, page numbers and their place are other numbers before griddepcontrol.wait."""
+def stale(garbage: str, spared: int = 0) -> Callable[[str], str]:
+    """Lengths, page numbers and their place are other numbers before griddepcontrol.wait, but for those of the first
+    loads."""
 
     def rewrite(ptx: str) -> str:
-        changed, count = re.subn(EARLY, rf"\1 @p xor.b32 t0, t0, {garbage};", ptx)
-        assert count >= 3
-        return read_bytes(changed)
+        parts = re.split(EARLY, ptx)  # the loads, and what is between
+        assert len(parts) > 2 * max(spared, 2) + 2
+        parts[2 * spared + 1 :: 2] = [f"{load} @p xor.b32 t0, t0, {garbage};" for load in parts[2 * spared + 1 :: 2]]
+        return read_bytes("".join(parts))
 
     return rewrite
 
@@ -147,3 +136,11 @@ def test_stale_lengths_and_pages_stay_in_bounds(
     built = build(CASES[name][0])
     found = reads(name, built, stale(garbage), schedule, monkeypatch)
     assert all(found.copied[address] for address in rows(built, 16))
+
+
+@pytest.mark.parametrize("spared", [0, 4])  # two places and two lengths of each lane: page numbers alone are stale
+def test_stale_places_of_a_plan(spared: int) -> None:
+    """It tells where the pages of a request begin."""
+    with emulator.using("sm_90a", kernels="xqa", sms=22, rewrite=stale("0x5A5A5A5A", spared)) as emulation:
+        Solver(batch_case.decode((300, 90), **heads(6, 3), **dims(128)), backend="emulator").assert_right()
+    assert {record.spec["work"] for record in emulation.records} == {"cluster"}

@@ -89,12 +89,6 @@ class DecodeSpec(KernelSpec):
         return "shares"
 
     @property
-    def reads_ahead(self) -> bool:
-        """Whether CTAs read where their first tiles are, and fetch them into L2, before the preceding kernel has ended
-        (`parts.ahead`)."""
-        return False
-
-    @property
     def whole(self) -> bool:
         """Whether no segment is cut: every one has a CTA or a warp of its own."""
         return self.work in WHOLE
@@ -162,6 +156,7 @@ class XqaSpec(DecodeSpec):
 
     @property
     def reads_ahead(self) -> bool:
+        """Whether warps read where their first tiles are before then (`parts.ahead`)."""
         return self.tiles_ahead > 0
 
     @property

@@ -21,7 +21,7 @@ from cute_attn.runtime.arch import Arch
 
 REGISTER_DIMS = 256  # row blocks x columns of a warp; beyond it outputs and queries exceed a thread's registers
 RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
-SHORTEST = 144  # keys of a window of 128 and of drafts, which a CTA fetches ahead, all
+SHORTEST = 144  # keys of a window of 128 and of drafts
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
 MOST_ROWS = 16  # of a unit
 FEW = 128  # (request, kv head) pairs: about one per SM
@@ -139,7 +139,7 @@ def _whole(**when: Collection[Any]) -> tuple[Rule[Rings], ...]:
 # more, 0.84 at the lowest (300 x 175, 16/4 heads of 64 dimensions, e4m3). Clusters afterwards, to 81 launches of up to
 # 64 segments with some 8 rings each.
 _16_OR_8_BITS = (
-    # Windows of 128 keys, which are fetched ahead, all.
+    # Windows of 128 keys, which are fetched ahead where pairs are few.
     _rule(_HEADS[1]._replace(prefetch=3), **_WINDOWS, pairs=range(FEW + 1, 513), row=up_to(64)),
     _rule(_SMALLEST, _TWO._replace(work="whole", prefetch=3), **_WINDOWS, pairs=up_to(256)),
     *_whole(**_WINDOWS),

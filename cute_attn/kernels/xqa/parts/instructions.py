@@ -91,8 +91,8 @@ def ballot(x: Boolean) -> Int32:
 
 
 def load_early_if(condition: Boolean, address: Int64, offset: int) -> Int32:
-    """Load a word from L2, or 0, that the preceding kernel may still write: for addresses of prefetches alone, which
-    must be kept in bounds. L1 keeps no copy that a later load could find."""
+    """Load a word from L2, or 0, that the preceding kernel may still write: for addresses alone, which must be kept
+    in bounds. L1 keeps no copy that a later load could find."""
     return ptx.load_if(condition, address, offset, 1, "ld.relaxed.gpu.global")[0]
 
 
