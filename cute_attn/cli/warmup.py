@@ -130,7 +130,7 @@ def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> t
             calls = [asked, asked._replace(device_lengths=True)] if decode and source == "paged" else [asked]
             for features in calls:
                 try:
-                    loads = map(Load._make, product(ROWS_CLASSES, (False, True)))
+                    loads = map(Load._make, product(ROWS_CLASSES[8 * features.kv_dtype.itemsize], (False, True)))
                     backends = {select.choose(features, "auto", arch, load).name for load in loads}
                 except NotSupported as error:
                     reasons.append(f"{select.title(features, arch)}: {error.refusals[0]}")

@@ -114,8 +114,12 @@ def counts_whole_segments(features: Features) -> bool:
     return faster is not None and faster.whole
 
 
-# Packed query rows from which on selection may differ; finer ones would make plans anew instead of following.
-ROWS_CLASSES = sorted({0, MANY_ROWS, MANY_ROWS_OVER_FEWER_BITS, *(faster.rows + 1 for faster in XQA_FASTER.values())})
+# Packed query rows from which on selection may differ over k and v of so many bits per element. Finer ones would make
+# plans anew instead of following.
+ROWS_CLASSES = {
+    bits: sorted({0, MANY_ROWS, *fa3, *(faster.rows + 1 for (over, _), faster in XQA_FASTER.items() if over == bits)})
+    for bits, fa3 in ((8, (MANY_ROWS_OVER_FEWER_BITS,)), (16, ()))
+}
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,8 @@ def load_class(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
     """
     if settings.features.device_lengths:
         return Load(0)  # one backend takes them, however many rows
-    load = load_of(settings, qo_len, batch_size)
-    return load if load.rows is None else Load(ROWS_CLASSES[bisect.bisect(ROWS_CLASSES, load.rows) - 1], load.whole)
+    load, classes = load_of(settings, qo_len, batch_size), ROWS_CLASSES[8 * settings.features.kv_dtype.itemsize]
+    return load if load.rows is None else Load(classes[bisect.bisect(classes, load.rows) - 1], load.whole)
 
 
 def load_of_batch(settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits) -> Load:

@@ -61,7 +61,7 @@ def test_persistent_kernels_take_many_rows(backend: str, arch: str, asked: Asked
     features = CUDA._replace(**asked)
     assert select.choose(features, arch=named(arch), load=Load(least)).name == backend
     assert select.choose(features, arch=named(arch), load=Load(least - 1)) is FA2
-    assert least in capabilities.ROWS_CLASSES
+    assert least in capabilities.ROWS_CLASSES[8 * features.kv_dtype.itemsize]
     assert select.choose(features, backend, named(arch), load=Load(1)).name == backend
     for other in ("sm_80", "sm_120a", "sm_90a" if backend == "fa4" else "sm_100a"):
         assert select.choose(features, "fa2", named(other), load=Load(1000)) is FA2
