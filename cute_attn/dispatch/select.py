@@ -29,7 +29,7 @@ from cute_attn.dispatch.capabilities import (
 )
 from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
-from cute_attn.kernels.xqa.host.variant import rule_of, shape_of
+from cute_attn.kernels.xqa.host.variant import rule_of
 from cute_attn.kernels.xqa.spec import WHOLE
 from cute_attn.problem import NO_LENGTHS, BatchLengths, BatchLimits, DeviceLengths, Features, Settings, short
 from cute_attn.request.checks import describe
@@ -88,7 +88,7 @@ def load_of(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
     if not features.decode or not counts_whole_segments(features):
         return Load(rows)
-    rule = rule_of(features, HOPPER, shape_of(batch_size, settings, qo_len))  # by what is known without the keys
+    rule = rule_of(settings, HOPPER, batch_size, qo_len)  # by what is known without the keys
     return Load(rows, rule.value[0].work in (*WHOLE, "cluster"))
 
 

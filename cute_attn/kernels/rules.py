@@ -44,6 +44,14 @@ def _contains(values: Collection[Any], others: Collection[Any]) -> bool:
     return all(value in values for value in others)
 
 
+def steps(rules: Iterable[Rule[Any]], name: str) -> list[int]:
+    """Return the numbers from which on some rule begins or ceases to apply, in order, and one beyond all: rules tell no
+    numbers between two of them apart.
+    """
+    ranges = [rule.when[name] for rule in rules if name in rule.when]
+    return sorted({MOST, *(n for values in ranges if isinstance(values, range) for n in (values.start, values.stop))})
+
+
 def first(rules: Iterable[Rule[T]], known: Mapping[str, Any]) -> Rule[T]:
     """Return the first rule for a launch of which this is known. None, not known, is among no values."""
     for rule in rules:  # one loop, without calls: plans of decode come here

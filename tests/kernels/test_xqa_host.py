@@ -91,13 +91,13 @@ def test_few_segments_have_clusters_whatever_their_keys(
     num_kv_heads: int, requests: int, warps: int, size: int, keys: int | None
 ) -> None:
     settings = even_settings(BF16, num_kv_heads)
-    ring, *_ = variant.rule_of(settings.features, GPU.arch, variant.shape_of(requests, settings, 1, keys)).value
+    ring, *_ = variant.rule_of(settings, GPU.arch, requests, 1, keys).value
     assert (ring.warps, ring.cluster_size) == (warps, size)
 
 
 def test_one_request_of_few_keys_and_several_kv_heads_has_larger_clusters() -> None:
     settings = even_settings(BF16, 8)
-    ring, *_ = variant.rule_of(settings.features, GPU.arch, variant.shape_of(1, settings, 1, 8192)).value
+    ring, *_ = variant.rule_of(settings, GPU.arch, 1, 1, 8192).value
     assert (ring.warps, ring.cluster_size) == (4, 8)
 
 
@@ -147,7 +147,7 @@ def test_addresses_of_one_call_are_not_those_of_the_next(launches: type[NamedLau
 def test_a_buffer_that_is_too_small_is_not_used(launches: type[NamedLaunch], short: str, field: str) -> None:
     problem = decode_problem()
     runner = DecodeRun(problem.settings, GPU)
-    rule = variant.rule_of(problem.settings.features, GPU.arch, variant.shape_of_call(problem))
+    rule = variant.rule_of_call(problem, GPU.arch)
     config = launch_config(problem.settings, 1, rule, GPU.arch, GPU.sms)
     needed = problem.scratch._replace(counter_bytes=config.counter_bytes, partial_bytes=config.partial_bytes)
     runner(problem._replace(scratch=needed))
@@ -172,7 +172,7 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, la
     problem = decode_problem(qo_len=qo_len)
     for window, whole in ((144 - qo_len, True), (145 - qo_len, False), (-1, False)):
         settings = problem.settings._replace(window_left=window)
-        rule = variant.rule_of(settings.features, GPU.arch, variant.shape_of(2, settings, qo_len))
+        rule = variant.rule_of(settings, GPU.arch, 2, qo_len)
         config = launch_config(settings, qo_len, rule, GPU.arch, 132, 0)
         assert config.spec.whole == whole
         if config.spec.whole:
@@ -195,7 +195,7 @@ def test_short_windows_are_distinguished_by_their_number(
 ) -> None:
     """The keys of a segment are those of the window and of a draft token."""
     settings = even_settings(torch.float8_e4m3fn, 8)._replace(window_left=window)
-    found = variant.rule_of(settings.features, GPU.arch, variant.shape_of(requests, settings, 2)).value[0]
+    found = variant.rule_of(settings, GPU.arch, requests, 2).value[0]
     assert (found.warps, found.work, found.prefetch) == ring
 
 
@@ -216,7 +216,7 @@ def even_settings(kv_dtype: torch.dtype, num_kv_heads: int) -> Settings:
 
 
 def many(settings: Settings, qo_len: int = 1) -> Rule[tiles.Rings]:
-    return variant.rule_of(settings.features, GPU.arch, variant.shape_of(512, settings, qo_len, 2048))
+    return variant.rule_of(settings, GPU.arch, 512, qo_len, 2048)
 
 
 @pytest.mark.parametrize(

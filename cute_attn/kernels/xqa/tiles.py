@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from cute_attn.kernels.formats import KV_BITS
-from cute_attn.kernels.rules import Rule, above, first, up_to
+from cute_attn.kernels.rules import Rule, above, first, steps, up_to
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import (
     PAIRED_ROWS,
@@ -183,6 +183,7 @@ RULES = {
     for major, of_bits in {9: HOPPER, 10: FAST_MEMORY, 0: DEFAULT}.items()
     for bits, rules in of_bits.items()
 }
+KEY_STEPS = steps((rule for rules in RULES.values() for rule in rules), "keys")
 IN_FLIGHT = {10: 64 << 10}  # bytes that a ring keeps on their way to an SM, likewise
 
 

@@ -7,6 +7,7 @@ launches, each plan writes them to the same address.
 from __future__ import annotations
 
 import functools
+from bisect import bisect
 from typing import NamedTuple
 
 import numpy as np
@@ -24,12 +25,11 @@ from cute_attn.kernels.xqa.host.variant import (
     LaunchConfig,
     launch_config,
     rule_of,
-    shape_of,
-    shape_of_call,
+    rule_of_call,
     specs,
 )
 from cute_attn.kernels.xqa.spec import CTA_REQUESTS, LengthsSpec
-from cute_attn.kernels.xqa.tiles import Rings
+from cute_attn.kernels.xqa.tiles import KEY_STEPS, Rings
 from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Problem, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Bound, current_stream
@@ -60,7 +60,7 @@ class DecodeRun(Runner):
         settings, gpu, qo_len = self.settings, self.gpu, problem.qo_len
         tables, scratch, index = problem.block_tables, problem.scratch, gpu.device_index
         rows, width = tables.shape
-        rule = rule_of(settings.features, gpu.arch, shape_of_call(problem))
+        rule = rule_of_call(problem, gpu.arch)
         config = prepared(launch_config, settings, qo_len, rule, gpu.arch, gpu.sms)
         kernel, longest, step = prepared(XqaKernel, settings, config, gpu), problem.max_kv_len, tables.stride(0)
         strides = kernel.strides(problem.q, problem.k, problem.v, problem.out, block_scale_strides(problem))
@@ -111,7 +111,7 @@ def rule_of_batch(
     """Return the rule that a batch follows. It depends on lengths only where launches are not captured; lengths on the
     device have the bound that the caller knows, and that kv_indices has room for.
     """
-    qo_len, batch_size, features = limits.max_qo_len, lengths.batch_size, settings.features
+    qo_len = limits.max_qo_len
     assert qo_len is not None  # given by decode wrappers
     longest = None
     if not limits.keeps_address:
@@ -119,7 +119,7 @@ def rule_of_batch(
         if isinstance(lengths, DeviceLengths):
             room = lengths.kv_end * settings.page_size
             longest = room if longest is None else min(longest, room)
-    return rule_of(features, arch, shape_of(batch_size, settings, qo_len, longest))
+    return rule_of(settings, arch, lengths.batch_size, qo_len, longest)
 
 
 class XqaBatchRun(BatchRun):
@@ -197,14 +197,15 @@ class XqaFamily:
 
     def scheduler(self, settings: Settings, arch: Arch, sms: int) -> Scheduler[LaunchConfig]:
         """Returns what schedules single requests of these settings."""
-        by_rule: dict[tuple[int, Rule[Rings]], SingleSchedule[LaunchConfig]] = {}
+        alike: dict[tuple[int, int], SingleSchedule[LaunchConfig]] = {}
 
         def scheduled(qo_len: int, kv_len: int) -> SingleSchedule[LaunchConfig]:
-            key = qo_len, rule_of(settings.features, arch, shape_of(1, settings, qo_len, kv_len))
-            if key not in by_rule:
-                config = prepared(launch_config, settings, *key, arch, sms)
-                by_rule[key] = SingleSchedule(config, 1, 1, config.grid_of(1), (1, 0, 1, 1), config.partial_bytes)
-            return by_rule[key]
+            key = qo_len, bisect(KEY_STEPS, kv_len)
+            if key not in alike:
+                rule = rule_of(settings, arch, 1, qo_len, kv_len)
+                config = prepared(launch_config, settings, qo_len, rule, arch, sms)
+                alike[key] = SingleSchedule(config, 1, 1, config.grid_of(1), (1, 0, 1, 1), config.partial_bytes)
+            return alike[key]
 
         return scheduled
 

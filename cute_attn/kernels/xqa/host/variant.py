@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from typing import NamedTuple
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host.features import kv_dtype
 from cute_attn.kernels.host.params import Fields, divisor, magic
-from cute_attn.kernels.host.prepared import Grid
+from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.spec import CLUSTER_REQUESTS, DecodeSpec, XqaSpec
@@ -27,29 +28,34 @@ CLUSTERED = 3 / 4
 MAX_GRID_Z = 65535  # CTAs along the third axis of a grid: requests of which each has some of its own
 
 
-def shape_of(batch_size: int, settings: Settings, qo_len: int, longest: int | None = None) -> Shape:
-    """Return what is known of a launch. `longest`: most keys of a request, in all launches."""
+def rule_of(settings: Settings, arch: Arch, batch_size: int, qo_len: int, longest: int | None = None) -> Rule[Rings]:
+    """Return the rule by which a launch takes a kernel. `longest`: most keys of a request, in all launches.
+
+    The rule is kept for all numbers of keys that rules do not tell apart: caches grow in every step.
+    """
+    if longest is not None:
+        longest = tiles.KEY_STEPS[bisect(tiles.KEY_STEPS, longest)] - 1
+    return prepared(_rule_of, settings, arch, batch_size, qo_len, longest)
+
+
+def _rule_of(settings: Settings, arch: Arch, batch_size: int, qo_len: int, longest: int | None) -> Rule[Rings]:
     window, features = settings.window_left, settings.features
-    kv_heads = features.num_kv_heads
+    kv_heads, head_dim = features.num_kv_heads, features.head_dim_qk
     rows = qo_len * (features.num_qo_heads // kv_heads)
-    units, segments = (kv_heads * ceil_div(rows, n) for n in (tiles.MOST_ROWS, tiles.most_rows(features.head_dim_qk)))
+    units, segments = (kv_heads * ceil_div(rows, n) for n in (tiles.MOST_ROWS, tiles.most_rows(head_dim)))
     keys = longest
     if window >= 0:
         keys = window + qo_len if longest is None else min(window + qo_len, longest)
-    return Shape(batch_size, kv_heads, units, keys if batch_size <= MAX_GRID_Z else None, batch_size * segments)
+    shape = Shape(batch_size, kv_heads, units, keys if batch_size <= MAX_GRID_Z else None, batch_size * segments)
+    return tiles.find(arch, KV_BITS[kv_dtype(features)], head_dim, shape)
 
 
-def shape_of_call(problem: Request) -> Shape:
-    """Return what is known of the launch of a call without a plan."""
+def rule_of_call(problem: Request, arch: Arch) -> Rule[Rings]:
+    """Return the rule by which a call without a plan takes a kernel."""
     settings, qo_len = problem.settings, problem.qo_len
-    if not isinstance(problem, DecodeProblem):
-        return shape_of(1, settings, qo_len, problem.kv_len)
-    return shape_of(len(problem.seq_lens), settings, qo_len, problem.max_kv_len)
-
-
-def rule_of(features: Features, arch: Arch, shape: Shape) -> Rule[Rings]:
-    """Return the rule by which a launch over these caches takes a kernel."""
-    return tiles.find(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk, shape)
+    if isinstance(problem, DecodeProblem):
+        return rule_of(settings, arch, len(problem.seq_lens), qo_len, problem.max_kv_len)
+    return rule_of(settings, arch, 1, qo_len, problem.kv_len)
 
 
 def choose_spec(features: Features, qo_len: int, rule: Rule[Rings], arch: Arch) -> XqaSpec | XqaUmmaSpec:
