@@ -40,7 +40,6 @@ from tests.support.sglang_case import (
     begin,
 )
 
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU_MARKS)])
 E4M3 = torch.float8_e4m3fn
 SERVER = ServerFacts(BF16, BF16)
 LAYER = Layer()
@@ -123,7 +122,6 @@ def test_masks_of_drafts_take_few_operations() -> None:
 # ---- attention
 
 
-@DEVICES
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_extend(name: str, page_size: int, device: str) -> None:
@@ -138,7 +136,6 @@ def test_extend(name: str, page_size: int, device: str) -> None:
         server.check(out, kind)
 
 
-@DEVICES
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) -> None:
     indices = torch.zeros(3 * MAX_CONTEXT, dtype=torch.int32, device=device)
@@ -174,7 +171,6 @@ def by_tables(device: str) -> Callable[..., None]:
     return functools.partial(attend, workspace=workspace, layout="NHD", max_context=MAX_CONTEXT)
 
 
-@DEVICES
 @pytest.mark.parametrize("name", ["full", "window"])
 @pytest.mark.parametrize(("kv_dtype", "as_tensor"), [(BF16, False), (E4M3, False), (E4M3, True)])
 def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool, device: str) -> None:
@@ -219,7 +215,6 @@ def fill(graph: GraphTables, server: Server, requests: torch.Tensor, before: tor
     graph.fill(requests, before, DRAFTS)
 
 
-@DEVICES
 def test_drafts_in_buffers_of_a_graph(device: str) -> None:
     """A captured batch keeps its addresses; a request that pads it has few keys."""
     server = Server(16, [37, 5], device, q_lens=[DRAFTS, DRAFTS])

@@ -62,7 +62,6 @@ def test_decodes(name: str, device: str) -> None:
     case.check((found, lse / math.log(2)), (SCALED, SCALED) if case.narrow else (1.0, 1.0))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["decodes", "drafts", "drafts_of_many_lengths"])
 def test_rows_of_padding_are_0(name: str, device: str) -> None:
     """A step that is padded for a CUDA graph; queries in one tensor, as ranks gather them."""
@@ -91,7 +90,6 @@ def test_a_graph_decodes_with_the_lengths_of_its_replay(q_len: int) -> None:
 # ---- prefills
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_prefills_merge_new_tokens_and_chunks_of_context(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers share the plans of a step; values are columns of wider rows, as vLLM splits them."""
     new, chunks = (5, 9), ((20, 4), (7, 30))

@@ -81,13 +81,11 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", STEPS)
 def test_layer_matches_the_formula(name: str, device: str) -> None:
     Step(**STEPS[name], device=device).check()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])
 def test_encoder_layers_match_the_formula(soft_cap: float, device: str) -> None:
     """Each token sees all tokens of its request; rows past the requests' are padding."""
@@ -113,7 +111,6 @@ def test_windows_of_tokens_that_see_later_keys_are_refused() -> None:
         Step(MIXED, LLAMA._replace(window_left=8), causal=False).check()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("memory_order", ["NHD", "HND"])
 def test_nvfp4_cache(memory_order: str, device: str) -> None:
     layer = Layer(4, 64, 0.125, 2, kv_cache_dtype="nvfp4")
@@ -206,7 +203,6 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_writes_the_cache_and_decodes_with_what_its_replay_has(name: str, q_len: int, device: str) -> None:

@@ -16,7 +16,6 @@ from cute_attn import (
 from tests.support.batch_case import heads, make, paged
 from tests.support.dense_attention import assert_near, attention, random, seen
 from tests.support.engine_case import workspace
-from tests.support.executors import DEVICES
 
 STEP, QO, KV = (1, 1, 1), (3, 1, 5), (9, 1, 6)
 SIZES = 4, 2, 64, 4
@@ -43,7 +42,6 @@ class Batch:
         return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("forms", [("begin_forward", "forward"), ("plan", "run")])
 def test_decode(forms: tuple[str, str], layout: str, device: str) -> None:
@@ -55,7 +53,6 @@ def test_decode(forms: tuple[str, str], layout: str, device: str) -> None:
     wrapper.end_forward()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(("causal", "sm_scale"), [(False, None), (True, 0.3)])
 def test_prefill(causal: bool, sm_scale: float | None, layout: str, device: str) -> None:
