@@ -5,7 +5,6 @@ Attention is compared with its formula in fp64, on caches in both of vLLM's memo
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -30,7 +29,7 @@ from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support.dense_attention import assert_near
 from tests.support.emulated_calls import emulated_append
 from tests.support.engine_case import Graph
-from tests.support.executors import DEVICES, needs_gpu
+from tests.support.executors import needs_gpu
 from tests.support.noted import noted
 from tests.support.paged_cache import ends
 from tests.support.vllm_case import UNTOUCHED, Step
@@ -159,36 +158,17 @@ def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: 
     assert len(plans) == 4
 
 
-@pytest.mark.parametrize("device", [*DEVICES, pytest.param("emulator", marks=pytest.mark.emulator)])
-@pytest.mark.parametrize("window_left", [-1, 90])
-def test_batch_invariant_layers(window_left: int, device: str) -> None:
-    """A prompt and a decode in one step have the bits of a step that computes all tokens of one request."""
-    layer = Layer(4, 64, 0.125, 2, window_left=window_left)
-    case = Step([(200, 200), (30, 60)], layer, batch_invariant=True, device="cpu" if device == "emulator" else device)
-    attention = case.attention()
-    case.fill(attention)
-    query = torch.cat(case.q).to(case.device)
-    whole = batch_invariant_output(case, attention, query, [(0, 0, 200)], device)
-    decoded = batch_invariant_output(case, attention, query, [(0, 199, 200), (1, 200, 230)], device)
-    rest = batch_invariant_output(case, attention, query, [(1, 200, 230), (0, 131, 199)], device)
-    assert torch.equal(decoded[:1], whole[199:])
-    assert torch.equal(rest[30:], whole[131:199])
-    assert torch.equal(rest[:30], decoded[1:])
-    assert_near(whole, None, [case.expected()[:200]])
-
-
-def batch_invariant_output(
-    case: Step, attention: LayerAttention, query: torch.Tensor, chunks: list[tuple[int, int, int]], device: str
-) -> torch.Tensor:
-    """Return the output of a step whose requests are chunks: index of the request, rows of `query`."""
-    ends = [end if i == 0 else case.requests[i][1] - 230 + end for i, _, end in chunks]
-    part = Step([(end - begin, n) for (_, begin, end), n in zip(chunks, ends, strict=True)], case.layer)
-    part.device, part.tables = case.device, case.tables[[i for i, _, _ in chunks]]
-    rows = torch.cat([query[begin:end] for _, begin, end in chunks])
-    out = torch.empty_like(rows)
-    with emulator.using("sm_90a") if device == "emulator" else contextlib.nullcontext():
-        attention.run(rows, case.cache, part.metadata("emulator" if device == "emulator" else "auto"), out)
-    return out
+@pytest.mark.parametrize("window_left", [-1, 8])
+def test_batch_invariant_layers_have_one_plan_without_splits(
+    window_left: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For decodes too: their bits are then those of whole requests (`tests/emulator/test_chunk_invariance.py`)."""
+    plans = noted(monkeypatch, BatchPrefillWithPagedKVCacheWrapper, "plan")
+    layer = LLAMA._replace(window_left=window_left)
+    for batch_invariant in (False, True):
+        Step(MIXED, layer, batch_invariant=batch_invariant, device=device).check()
+    planned = [(plan.kwargs["disable_split_kv"], plan.args[1].diff().tolist()) for plan in plans]
+    assert planned == [(False, [20, 7]), (True, [1, 1, 20, 7])]
 
 
 # ---- CUDA graphs
