@@ -51,18 +51,17 @@ def made(executor: Executor, **options: Any) -> BatchAttentionWithAttentionSinkW
     return BatchAttentionWithAttentionSinkWrapper(workspace, backend=executor.backend, **{**MADE_FOR, **options})
 
 
-@pytest.mark.parametrize("executor", EVERYWHERE)
+@EVERYWHERE
 @pytest.mark.parametrize("window", [-1, 11])
 def test_sinks_and_scale_follow_the_cache(window: int, executor: Executor) -> None:
     inputs = make(CASE, executor.device)
     given = inputs.q, *inputs.kv, inputs.sinks
-    with executor.active():
-        wrapper = made(executor, window_left=window)
-        wrapper.plan(*index(inputs), *SIZES, window_left=window, sm_scale=0.3, **PLAN)
-        out, lse = wrapper.run(*given, 0.2, return_lse=True)
-        planned = wrapper.run(*given)
-        buffer = torch.empty_like(inputs.q)
-        doubled = wrapper.run(*given, 0.3, v_scale=2.0, out=buffer)
+    wrapper = made(executor, window_left=window)
+    wrapper.plan(*index(inputs), *SIZES, window_left=window, sm_scale=0.3, **PLAN)
+    out, lse = wrapper.run(*given, 0.2, return_lse=True)
+    planned = wrapper.run(*given)
+    buffer = torch.empty_like(inputs.q)
+    doubled = wrapper.run(*given, 0.3, v_scale=2.0, out=buffer)
     assert_near(out, lse, expected(0.2, window_left=window))
     assert_near(planned, None, expected(0.3, window_left=window))
     assert doubled is buffer
