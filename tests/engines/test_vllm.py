@@ -199,6 +199,7 @@ STEPS = {
     "decode-e4m3": Step(stored(DECODE, E4M3), "HND", run=FP8_SCALES),
     "decode-e5m2": Step(stored(DECODE, E5M2), "HND", run=FP8_SCALES),
     "decode-nvfp4": Step(DECODE, **NVFP4),
+    "decode-drafts": Step(Batch((3, 3, 3), (33, 3, 70))),  # as many for every request, causal among themselves
     # All head dimensions that vLLM's backend names; 512 is that of Gemma 4's global layers.
     **{f"prefill-{dim}": Step(dataclasses.replace(PREFILL, dim=dim)) for dim in (64, 256, 512)},
     **{f"decode-{dim}": Step(dataclasses.replace(DECODE, dim=dim)) for dim in (64, 256, 512)},
@@ -223,16 +224,7 @@ def test_steps(name: str, device: str) -> None:
     causal = None if decodes else plan.get("causal", True)
     check_attributes(wrapper, plan.get("window_left", -1), plan.get("logits_soft_cap"), causal)
     out = (run_decode if decodes else run_prefill)(wrapper, tokens, cache, **run)
-    assert_close(out, held.solved(**{"sm_scale": SCALE, "causal": not decodes, **options}), STEPS[name].error)
-
-
-def test_decode_of_several_tokens(device: str) -> None:
-    """Speculative decoding on fa2: as many tokens for every request, causal among themselves."""
-    tokens = Tokens(Batch((3, 3, 3), (33, 3, 70)), device)
-    wrapper = decode_wrapper(device, "NHD", gpu_backend(device, "fa2"))
-    plan_decode(wrapper, tokens)
-    out = run_decode(wrapper, tokens, tokens.caches(fused=True))
-    assert_close(out, tokens.expected(SCALE, causal=True)[0])
+    assert_close(out, held.solved(**{"sm_scale": SCALE, "causal": True, **options}), STEPS[name].error)
 
 
 GRAPHS = [
@@ -329,14 +321,16 @@ def test_prefill_over_shards_of_the_keys(device: str) -> None:
 
 
 def test_compact_sparse_prefill(device: str) -> None:
-    """Step5: every query token is a request of its own over 8-token pages; exact lengths follow on the device."""
+    """Step5: every query token is a request of its own over 8-token pages. The plan has bounds of the lengths: 5 full
+    pages each; exact ones follow on the device.
+    """
     tokens = Tokens(Batch((1,) * 5, (9, 24, 3, 16, 40), heads=(4, 1), page_size=8), device)
     wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", backend=gpu_backend(device, "fa2"))
     wrapper.plan(
         host(torch.arange(6, dtype=torch.int32)),
-        host(tokens.kv_indptr),
-        tokens.kv_indices,
-        host(tokens.last_page_len),
+        host(torch.arange(0, 30, 5, dtype=torch.int32)),
+        torch.nn.functional.pad(tokens.kv_indices, (0, 25 - len(tokens.kv_indices))),
+        host(torch.full((5,), 8, dtype=torch.int32)),
         4,
         1,
         128,

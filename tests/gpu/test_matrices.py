@@ -23,7 +23,13 @@ from tests.gpu import marks
 from tests.gpu.guarded import assert_outputs_alone_are_written
 from tests.support import batch_case, fp8_case, matrix, narrow_outputs, persistent_emulated, xqa_batches
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads, paged, ragged, random_batch_case
-from tests.support.graphs import assert_plans_in_a_row_do_not_race, assert_replays
+from tests.support.graphs import (
+    CapturedLayers,
+    assert_plans_in_a_row_do_not_race,
+    assert_replays,
+    cuda_graph,
+    smaller,
+)
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import BF16, FULL
 from tests.support.persistent_emulated import BATCHES, FA3, GATHERED, LONG, of_8_bits
@@ -250,6 +256,12 @@ GRAPHED_ITEMS = (
     paged((300, 20, 5, 64), (900,) * 4, **ITEMS, **heads(8, 2), **dims(128)),
     ragged((300, 20, 5), (900,) * 3, **ITEMS, longest_item=100, **heads(8, 2)),
 )
+LAYERED = (
+    paged((300, 5, 40), (900, 700, 333), page_size=16, **heads(4, 2)),
+    ragged((300, 5, 40), (900, 700, 333), **heads(4, 2)),
+    decode((900, 700, 333), page_size=1, **heads(4, 2)),
+    decode((900, 700, 333), page_size=16, q_len=3, **heads(4, 2), dtype="bfloat16"),
+)
 REPLAYED = [(name, x) for name, own in GRAPHED.items() for x in own] + list(itertools.product(BACKENDS, GRAPHED_ITEMS))
 IN_A_ROW = [("fa2", GRAPHED["fa2"][0]), ("auto", GRAPHED["xqa"][0]), ("auto", GRAPHED_ITEMS[0])]
 
@@ -259,6 +271,14 @@ def test_replays_with_other_lengths(backend: str, case: BatchCase) -> None:
     if refusals(case, backend):
         pytest.skip(f"{backend} does not run this here")
     assert_replays(case, REPLAYS["items" if case in GRAPHED_ITEMS else backend], backend=backend)
+
+
+@pytest.mark.parametrize(("backend", "case"), params(itertools.product(("auto", "fa2"), LAYERED)))
+def test_layers_of_one_plan(backend: str, case: BatchCase) -> None:
+    """As engines capture them: options left open by the plan, fewer heads than planned."""
+    captured = CapturedLayers(case, "cuda", cuda_graph, backend=backend)
+    for other in smaller(case, 6):
+        captured.replay(other)
 
 
 @pytest.mark.parametrize(("backend", "case"), params(IN_A_ROW))

@@ -398,9 +398,9 @@ def test_copies_are_refused(kind: str, copied: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("of_plan", ["log2", "ln"])
 @pytest.mark.parametrize("case", KINDS[:2], ids=IDS[:2])
-def test_base_and_layout(case: BatchCase, of_plan: str) -> None:
+def test_base_and_layout(case: BatchCase, of_plan: str, device: str) -> None:
     case = dataclasses.replace(case, lse_base=of_plan)
-    made, inputs = planned(case)
+    made, inputs = planned(case, device)
     out, lse = made.run(inputs.q, *inputs.kv, return_lse=True)
     in_log2 = lse if of_plan == "log2" else lse / math.log(2)
     for base, factor in ((None, 1.0 if of_plan == "log2" else math.log(2)), ("log2", 1.0), ("ln", math.log(2))):
