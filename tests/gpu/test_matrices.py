@@ -242,6 +242,7 @@ GRAPHED = {
         decode((2000,) * 3, q_len=3, **heads(8, 1), **dims(64)),
         decode((4000,) * 2, page_size=1, **heads(4, 4), **dims(128), fixed_split_size=256),
         decode((3000,) * 4, **heads(8, 1), **dims(512), dtype="bfloat16"),
+        decode((3000,) * 3, kv_dtype=E4M3, cache="halves", **heads(4, 2)),  # rows at multiples of 8 bytes
     ),
     "xqa": (
         decode((3000,) * 8, kv_dtype=E4M3, **heads(32, 8), **dims(128), dtype="bfloat16"),

@@ -97,18 +97,6 @@ def test_options_of_each_run(backend: str, base: BatchCase) -> None:
 
 @pytest.mark.emulator
 @pytest.mark.usefixtures("emulated")
-def test_a_new_plan_has_no_cached_runs(full_checks: list[Any]) -> None:
-    made, inputs = planned(PAGED, backend="emulator")
-    for change in ({}, {"window_left": 3}, {"mask": "none"}, {}):
-        case = dataclasses.replace(PAGED, **change)
-        made.plan(**plan_arguments(case, inputs))
-        for _ in range(2):
-            assert_right(case, inputs, *call(case, inputs, made))
-    assert len(full_checks) == 4
-
-
-@pytest.mark.emulator
-@pytest.mark.usefixtures("emulated")
 def test_a_plan_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The previous plan stays in force, with its records."""
     made, inputs = planned(PAGED, backend="emulator")
