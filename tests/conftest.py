@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.executors import DEVICES, PARAMS, Executor
+from tests.support.launch_corpus import RecordingDriver, pretended
 from tests.support.tiers import long_items
 
 
@@ -23,6 +24,14 @@ def device(request: pytest.FixtureRequest) -> str:
     """What needs no emulated kernels, such as engines' calls, runs on CPU tensors and, as it stands, on a GPU."""
     name: str = request.param
     return name
+
+
+@pytest.fixture
+def driver() -> Iterator[RecordingDriver]:
+    """A pretended H100, whose launches are recorded."""
+    recording = RecordingDriver()
+    with pretended(recording):
+        yield recording
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` and `-k` choose

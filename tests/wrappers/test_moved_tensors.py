@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from cute_attn import BatchDecodeWithPagedKVCacheWrapper
-from tests.support.launch_corpus import RecordingDriver, driver
-
-__all__ = ["driver"]  # a fixture
+from tests.support.launch_corpus import RecordingDriver
 
 HEADS, HEAD_DIM, PAGE_SIZE = (4, 1), 64, 16
 

@@ -16,12 +16,9 @@ from cute_attn.kernels.host.prepared import prepared
 from cute_attn.request import batch_run
 from tests.support.batch_case import BatchCase, call, heads, make, paged, plan_arguments
 from tests.support.formula import assert_batch_right
-from tests.support.launch_corpus import driver
 from tests.support.noted import noted
 from tests.support.right import assert_right, planned
 from tests.wrappers.kinds import KINDS
-
-__all__ = ["driver"]  # a fixture
 
 PAGED = paged((5, 17), (40, 33), page_size=4, mask="causal", **heads(4, 2))
 
