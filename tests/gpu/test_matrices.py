@@ -68,11 +68,16 @@ def assert_honoured(problem: BatchCase, backend: str) -> None:
 
 # ---- all problems of a matrix, and larger ones
 
-LARGE = (
+LARGE_PREFILL = (  # also with keys of 8 bits, NVFP4 keys, rotated keys
     paged((1, 700, 0, 33, 2048), (4000, 700, 12, 65, 5000), mask="causal", **heads(32, 8), **dims(128)),
     paged((300,) * 20, (1500,) * 20, page_size=64, dtype="bfloat16", **heads(8, 2), **dims(256)),
-    ragged((1000, 1, 3000), (1000, 9000, 3000), mask="causal", **heads(16, 16), **dims(64)),
+    paged((513, 2), (4097, 3), page_size=1, dtype="bfloat16", **heads(4, 4), **dims(128)),
+    ragged((1000, 1, 3000), (1000, 9000, 3000), mask="causal", dtype="bfloat16", **heads(8, 2), **dims(128)),
     ragged((513, 2), (4097, 3), **heads(4, 4), **dims(192, 128)),
+)
+LARGE = (
+    *LARGE_PREFILL,
+    ragged((1000, 1, 3000), (1000, 9000, 3000), mask="causal", **heads(16, 16), **dims(64)),
     decode((8192,) * 16, **heads(8, 2), **dims(128), dtype="bfloat16"),
     decode((100000, 3, 0, 700, 20000), **heads(8, 1), **dims(128)),
     decode(tuple(range(0, 2000, 7)), page_size=1, **heads(4, 2), **dims(64)),
@@ -101,13 +106,6 @@ LARGE_ITEMS = (
     paged((900, 300), (4000, 300), 16, **ITEMS, kv_dtype=E4M3, longest_item=90, **heads(8, 2), **dims(128)),
     ragged((2000, 30), (3000, 8000), **ITEMS, longest_item=3000, sinks=True, **heads(8, 1), **dims(192, 128)),
     paged((20, 5), (60000, 9000), 16, **ITEMS, **BF16, **heads(8, 1), **dims(128)),
-)
-LARGE_PREFILL = (  # keys of 8 bits, NVFP4 keys, rotated keys
-    paged((1, 700, 0, 33, 2048), (4000, 700, 12, 65, 5000), mask="causal", **heads(32, 8), **dims(128)),
-    paged((300,) * 20, (1500,) * 20, page_size=64, dtype="bfloat16", **heads(8, 2), **dims(256)),
-    paged((513, 2), (4097, 3), page_size=1, dtype="bfloat16", **heads(4, 4), **dims(128)),
-    ragged((1000, 1, 3000), (1000, 9000, 3000), mask="causal", dtype="bfloat16", **heads(8, 2), **dims(128)),
-    ragged((513, 2), (4097, 3), **heads(4, 4), **dims(192, 128)),
 )
 SINGLE_DECODE = [x for x in (*matrix.SMALL, *FULL) if x.kind == "single_decode" and xqa_batches.is_taken(x)]
 PERSISTENT = *FULL, *LONG, *batch_case.SMALL, *BATCHES, *GATHERED
