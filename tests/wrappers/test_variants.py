@@ -185,11 +185,3 @@ def test_a_predicted_variant_may_not_refuse_another_plan() -> None:
     made.forward(inputs.q, *inputs.kv, pos_encoding_mode="ALIBI")
     other = dataclasses.replace(PAGED, page_size=8)
     run(other, plan_case(other, made), made)
-
-
-def test_workspace_size_makes_no_plan_though_plan_is_replaced() -> None:
-    made = wrapper(DECODE)
-    arguments = plan_arguments(DECODE, make(DECODE))
-    made.plan = lambda *_, **__: pytest.fail("plan was called")
-    assert made.workspace_size(**arguments) == (0, 0)
-    assert made._plan is None
