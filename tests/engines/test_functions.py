@@ -1,14 +1,13 @@
 """The functions without a plan that vLLM 0.33.0 and SGLang 0.5.23 call: XQA, TRT-LLM's, and Hopper's FMHA.
 
-Written after reading vLLM's `v1/attention/backends/flashinfer.py`, SGLang's `srt/layers/attention/
-trtllm_mha_backend.py`, and what shares its calls: sparse decode and the diffusion models. Workspaces are zeroed and
-shared; lengths and block tables are on the device.
+Written after reading vLLM's `v1/attention/backends/flashinfer.py` and SGLang's `srt/layers/attention/
+trtllm_mha_backend.py`. Workspaces are zeroed and shared; lengths and block tables are on the device. Ragged keys, latent
+attention's too, and two pools: `tests/api/test_trtllm_prefill.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -191,26 +190,13 @@ def test_decode_over_shards_of_the_keys(device: str) -> None:
         assert_lse(lse, expected[1])
 
 
-def test_what_is_refused_by_name(device: str) -> None:
-    """Callers of block-sparse decode look for the keyword before they call; vLLM may ask for an NVFP4 output."""
-    parameters = inspect.signature(TRTLLM).parameters
-    assert {"enable_block_sparse_attention", "multi_ctas_kv_counter_buffer"} <= set(parameters)
-    tokens = Tokens(DECODE, device)
-    assert_close(SGLANG(tokens, enable_block_sparse_attention=False), tokens.expected(SCALE)[0])
-    with pytest.raises(NotImplementedError, match="enable_block_sparse_attention"):
-        SGLANG(tokens, enable_block_sparse_attention=True)
-    data, scale = torch.zeros(3, 4, 64, dtype=torch.uint8, device=device), torch.zeros(128, 32, device=device).to(E4M3)
-    with pytest.raises(NotImplementedError, match=r"[Nn][Vv][Ff][Pp]4"):
-        VLLM(tokens, out=utils.FP4Tensor(data, scale, 0, tokens.q.shape))
-
-
 # ---- prefill
 
 
-def where(tokens: Tokens, token_bounds: bool, most: int = MOST) -> dict[str, Any]:
+def where(tokens: Tokens, token_bounds: bool) -> dict[str, Any]:
     """Lengths of a call. `token_bounds`: of keys, instead of those of pages."""
     bounds = tokens.token_indptr if token_bounds else tokens.kv_indptr
-    lengths = {"seq_lens": tokens.seq_lens, "max_q_len": max(tokens.batch.q_lens), "max_kv_len": most}
+    lengths = {"seq_lens": tokens.seq_lens, "max_q_len": max(tokens.batch.q_lens), "max_kv_len": MOST}
     lengths |= {"batch_size": len(tokens.batch.q_lens), "cum_seq_lens_kv": bounds.to(tokens.device)}
     return lengths | {
         "cum_seq_lens_q": tokens.qo_indptr.to(tokens.device),
