@@ -1,8 +1,8 @@
 """The functions without a plan that vLLM 0.33.0 and SGLang 0.5.23 call: XQA, TRT-LLM's, and Hopper's FMHA.
 
 Written after reading vLLM's `v1/attention/backends/flashinfer.py` and SGLang's `srt/layers/attention/
-trtllm_mha_backend.py`. Workspaces are zeroed and shared; lengths and block tables are on the device. Ragged keys, latent
-attention's too, and two pools: `tests/api/test_trtllm_prefill.py`.
+trtllm_mha_backend.py`. Workspaces are zeroed and shared; lengths and block tables are on the device. Ragged keys,
+latent attention's too, and two pools: `tests/api/test_trtllm_prefill.py`.
 """
 
 from __future__ import annotations
