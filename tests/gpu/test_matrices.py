@@ -217,7 +217,7 @@ UNTOUCHED = 7.0
 
 
 def guarded(problem: BatchCase) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """`out` with gaps after heads and tokens, `lse`, and the larger buffers that they are in, which tell other writes."""
+    """`out` with gaps after heads and tokens, `lse`, and the larger buffers around them, which tell other writes."""
     rows, heads, dim = problem.rows, problem.num_qo_heads, problem.head_dim_vo
     strides, dtype = (heads * (dim + 8) + 16, dim + 8, 1), getattr(torch, problem.o_dtype or problem.dtype)
     out = torch.full((2 * GUARD + rows * strides[0],), UNTOUCHED, dtype=dtype, device="cuda")
