@@ -1,5 +1,5 @@
 """The matrices of problems on a GPU, by backend: right with NaN around and the same bits twice, or refused as the
-capability table says. fp8, every argument. What calls write, captured runs, plans in a row.
+capability table says. fp8, every call, every argument. What calls write, captured runs, plans in a row.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from cute_attn.runtime import arch as archs
 from tests.gpu import marks
 from tests.support import batch_case, fp8_case, matrix, narrow_outputs, persistent_emulated, xqa_batches
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads, paged, ragged, random_batch_case
+from tests.support.executors import needs_gpu
+from tests.support.flashinfer_calls import ENTRY_OF, calls
 from tests.support.graphs import (
     CapturedLayers,
     assert_plans_in_a_row_do_not_race,
@@ -184,7 +186,7 @@ def test_random(backend: str, draw: str, first: int) -> None:
         assert_honoured(problem, backend)
 
 
-# ---- fp8 queries, fp8 outputs, every argument
+# ---- fp8 queries, fp8 outputs, every call and argument
 
 FP8 = (*fp8_case.SMALL, *fp8_case.VARIED, *fp8_case.CUT, *fp8_case.LONG, *fp8_case.LARGE)
 
@@ -202,8 +204,18 @@ def test_outputs_in_fp8_are_rounded_once(backend: str, problem: BatchCase) -> No
     narrow_outputs.assert_rounded(problem, "cuda", backend)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
+@pytest.mark.parametrize("name", ENTRY_OF)
+def test_flashinfers_calls_are_those_of_the_cpu(name: str) -> None:
+    expected, found = (calls(device)[name]("", {}) for device in ("cpu", "cuda"))
+    assert len(found) == len(expected)
+    for on_gpu, on_cpu in zip(found, expected, strict=True):
+        assert on_gpu.is_cuda
+        tolerance = 2e-2 if on_cpu.dtype == torch.bfloat16 else 4e-3
+        torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=tolerance, atol=tolerance)
+
+
+@needs_gpu
 @pytest.mark.parametrize(("kind", "perturbation"), CALLS, ids=IDS)
 @pytest.mark.parametrize("backend", [b.name for b in capabilities.BACKENDS if b.archs])
 def test_honour(backend: str, kind: str, perturbation: Perturbation) -> None:
