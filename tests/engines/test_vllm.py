@@ -44,22 +44,23 @@ DECODE = Batch((1, 1, 1, 1), (33, 1, 16, 70))
 def plan_prefill(wrapper: Any, tokens: Tokens, **changes: Any) -> None:
     """The plan of `FlashInferMetadataBuilder.build`."""
     batch = tokens.batch
-    options: dict[str, Any] = {"causal": True, "window_left": -1, "logits_soft_cap": None, "o_data_type": BF16}
-    options |= {"fixed_split_size": -1, "disable_split_kv": False, "kv_data_type": batch.kv_dtype, **changes}
-    wrapper.plan(
-        qo_indptr=host(tokens.qo_indptr),
-        paged_kv_indptr=host(tokens.kv_indptr),
-        paged_kv_indices=tokens.kv_indices,
-        paged_kv_last_page_len=host(tokens.last_page_len),
-        seq_lens=host(get_seq_lens(tokens.kv_indptr, tokens.last_page_len, batch.page_size)),
-        num_qo_heads=batch.heads[0],
-        num_kv_heads=batch.heads[1],
-        head_dim_qk=batch.dim,
-        page_size=batch.page_size,
-        sm_scale=SCALE,
-        q_data_type=batch.dtype,
-        **options,
-    )
+    options: dict[str, Any] = {
+        "qo_indptr": host(tokens.qo_indptr),
+        "paged_kv_indptr": host(tokens.kv_indptr),
+        "paged_kv_indices": tokens.kv_indices,
+        "paged_kv_last_page_len": host(tokens.last_page_len),
+        "seq_lens": host(get_seq_lens(tokens.kv_indptr, tokens.last_page_len, batch.page_size)),
+        "num_qo_heads": batch.heads[0],
+        "num_kv_heads": batch.heads[1],
+        "head_dim_qk": batch.dim,
+        "page_size": batch.page_size,
+        "sm_scale": SCALE,
+        "q_data_type": batch.dtype,
+        "kv_data_type": batch.kv_dtype,
+        "o_data_type": BF16,
+    }
+    options |= {"causal": True, "window_left": -1, "logits_soft_cap": None}
+    wrapper.plan(**{**options, "fixed_split_size": -1, "disable_split_kv": False, **changes})
 
 
 def run_prefill(wrapper: Any, tokens: Tokens, cache: Any, **changes: Any) -> torch.Tensor:
@@ -326,23 +327,13 @@ def test_compact_sparse_prefill(device: str) -> None:
     """
     tokens = Tokens(Batch((1,) * 5, (9, 24, 3, 16, 40), heads=(4, 1), page_size=8), device)
     wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", backend=gpu_backend(device, "fa2"))
-    wrapper.plan(
-        host(torch.arange(6, dtype=torch.int32)),
-        host(torch.arange(0, 30, 5, dtype=torch.int32)),
-        torch.nn.functional.pad(tokens.kv_indices, (0, 25 - len(tokens.kv_indices))),
-        host(torch.full((5,), 8, dtype=torch.int32)),
-        4,
-        1,
-        128,
-        8,
-        head_dim_vo=128,
-        causal=False,
-        sm_scale=SCALE,
-        q_data_type=BF16,
-        kv_data_type=BF16,
-        disable_split_kv=True,
-        max_token_per_sequence=1,
-    )
+    bounds = {
+        "paged_kv_indptr": host(torch.arange(0, 30, 5, dtype=torch.int32)),
+        "paged_kv_indices": torch.nn.functional.pad(tokens.kv_indices, (0, 25 - len(tokens.kv_indices))),
+        "paged_kv_last_page_len": host(torch.full((5,), 8, dtype=torch.int32)),
+        "seq_lens": None,
+    }
+    plan_prefill(wrapper, tokens, **bounds, causal=False, disable_split_kv=True, max_token_per_sequence=1)
     wrapper._paged_kv_indptr_buf.copy_(tokens.kv_indptr.to(device))
     wrapper._paged_kv_last_page_len_buf.copy_(tokens.last_page_len.to(device))
     out = torch.empty_like(tokens.q)

@@ -34,13 +34,11 @@ class Blocks:
 
     def keep(self, mask: bool = False, causal: bool = False) -> torch.Tensor:
         m, n, r, c = self.size
-        dense = torch.zeros(len(self.indptr) * r, n, dtype=torch.bool)
-        for row in range(len(self.indptr) - 1):
-            for block in range(int(self.indptr[row]), int(self.indptr[row + 1])):
-                column = int(self.indices[block]) * c
-                kept = self.mask[block] if mask else torch.ones(r, c, dtype=torch.bool)
-                dense[row * r : (row + 1) * r, column : column + c] = kept
-        return dense[:m].tril(n - m) if causal else dense[:m]
+        rows = torch.arange(len(self.listed)).repeat_interleave(self.indptr.diff())
+        blocks = torch.zeros(*self.listed.shape, r, c, dtype=torch.bool)
+        blocks[rows, self.indices.long()] = self.mask if mask else torch.tensor(True)
+        dense = blocks.transpose(1, 2).flatten(2).flatten(0, 1)[:m]
+        return dense.tril(n - m) if causal else dense
 
 
 def operands(m: int, n: int, heads: tuple[int, int], device: str, dtype: torch.dtype = torch.float16) -> Any:
