@@ -201,16 +201,7 @@ def test_inductor() -> None:
     assert all(map(torch.equal, [*want, results[0]], [*got, results[1]]))
 
 
-# ---- errors
-
-
-def test_gradients_are_refused() -> None:
-    q, k, v = torch_ops.operands("cpu")
-    function = compiled(cute_attn.single_prefill_with_kv_cache)
-    with pytest.raises(Exception, match="q requires grad, and cute_attn computes no gradients"):
-        function(q.requires_grad_(), k, v)
-    with torch.no_grad():
-        assert torch.equal(function(q, k, v), cute_attn.single_prefill_with_kv_cache(q, k, v))
+# ---- errors. Gradients: `tests/api/test_gradients.py`
 
 
 def test_a_run_needs_a_plan() -> None:
