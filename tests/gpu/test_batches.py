@@ -30,7 +30,7 @@ from tests.support.batch_case import (
 )
 from tests.support.right import Solver, assert_solved_again
 
-pytestmark = marks.SM80
+pytestmark = marks.GPU
 
 FUZZED = int(os.environ.get("CUTE_ATTN_TEST_FUZZED", "10000"))
 

@@ -8,7 +8,6 @@ dispatcher as they do on a GPU.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ import cute_attn
 from cute_attn.integrations import aten_flash, sdpa
 from tests.support.dense_attention import attention, seen
 from tests.support.engine_case import Batch, Tokens
-from tests.support.executors import needs_gpu
+from tests.support.executors import NEEDS_TRITON, needs_gpu
 from tests.support.noted import noted
 
 aten = torch.ops.aten
@@ -264,7 +263,6 @@ def test_torch_knows_the_name() -> None:
 
 # ---- on a GPU
 
-NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="inductor needs triton")
 CASES = (
     # batch, heads, kv heads, qo_len, kv_len, head_dim, causal, q, k and v
     (2, 8, 8, 512, 512, 128, True, by_tokens, by_tokens),
