@@ -1,4 +1,4 @@
-"""The GPU that the tests of a module need, `pytestmark = marks.GPU`, or that of each case by its backend, `marks.OF`."""
+"""The GPU that the tests of a module need, `pytestmark = marks.GPU`, or that of a case by its backend, `marks.OF`."""
 
 from __future__ import annotations
 
