@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.executors import PARAMS, Executor
+from tests.support.executors import DEVICES, PARAMS, Executor
+from tests.support.launch_corpus import RecordingDriver, pretended
 from tests.support.tiers import long_items
 
 
@@ -16,6 +17,21 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     """The body of a test runs on the reference, on the emulated architectures and, where there is one, on the GPU."""
     with request.param.active():
         yield request.param
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """What needs no emulated kernels, such as engines' calls, runs on CPU tensors and, as it stands, on a GPU."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def driver() -> Iterator[RecordingDriver]:
+    """A pretended H100, whose launches are recorded."""
+    recording = RecordingDriver()
+    with pretended(recording):
+        yield recording
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` and `-k` choose

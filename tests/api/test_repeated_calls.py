@@ -25,10 +25,8 @@ from cute_attn.request import single as single_request
 from cute_attn.request.settings import Call
 from cute_attn.wrappers import calls
 from tests.support.case import shifted
-from tests.support.launch_corpus import Launched, RecordingDriver, driver, pretended
+from tests.support.launch_corpus import Launched, RecordingDriver, pretended
 from tests.support.threads import in_threads
-
-__all__ = ["driver"]  # a fixture
 
 HALF = torch.float16
 

@@ -137,10 +137,10 @@ def test_fmha_v2_of_chunks_after_other_chunks() -> None:
     assert all(map(torch.equal, others, (full, full, four)))
 
 
-def test_fmha_v2_with_values_of_the_same_pool_in_pages_of_their_own() -> None:
+def test_fmha_v2_with_values_of_the_same_pool_in_pages_of_their_own(device: str) -> None:
     """SGLang's call: the table counts pages of k and of v from the start of k."""
     case = paged((5, 20), (30, 20), mask="causal")
-    inputs, arguments = fmha_v2_arguments(case, "Q_PAGED_KV_NHD", "cpu")
+    inputs, arguments = fmha_v2_arguments(case, "Q_PAGED_KV_NHD", device)
     pool = torch.stack(list(inputs.kv[0]))
     k, v = pool
     table, pages = arguments["block_tables"], k.shape[0]

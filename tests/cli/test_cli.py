@@ -42,17 +42,6 @@ class MatrixToy(ToySpec):
     needs_mma = True
 
 
-def command(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m cute_attn` as users do."""
-    return subprocess.run(
-        [sys.executable, "-m", "cute_attn", *argv],
-        cwd=subprocesses.ROOT,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-    )
-
-
 # ---- doctor
 
 
@@ -76,24 +65,17 @@ def test_doctor_without_dsl_and_cuda_python(tmp_path: Path) -> None:
     assert f"{tmp_path}: 0 kernels" in out
 
 
-def test_doctor_without_torch(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text('raise ImportError("no torch today")')
-    done = command("doctor", PYTHONPATH=os.pathsep.join([str(tmp_path), str(subprocesses.ROOT)]))
-    assert done.returncode == 1
-    assert "!!  torch" in done.stdout
-    assert "no torch today" in done.stdout
-    assert "CuTe DSL" in done.stdout
-
-
 def test_doctor_needs_the_standard_library_only(tmp_path: Path) -> None:
-    """Without site-packages: no torch, numpy, filelock, cuda-python or DSL, nor anything that they bring."""
-    code = f"import sys; sys.path.insert(0, {str(subprocesses.ROOT)!r}); " + MAIN.format(argv=["doctor"])
+    """Without site-packages: no numpy, filelock, cuda-python or DSL, nor what they bring; and with a broken torch."""
+    (tmp_path / "torch.py").write_text('raise ImportError("no torch today")')
+    code = f"import sys; sys.path[:0] = {[str(tmp_path), str(subprocesses.ROOT)]}; " + MAIN.format(argv=["doctor"])
     env = {"PATH": os.environ.get("PATH", ""), "CUTE_ATTN_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-S", "-E", "-c", code], env=env, capture_output=True, text=True)
     assert done.stderr == ""
     assert done.returncode == 1
     for name in ("torch", "numpy", "filelock", "CPU tensors"):
         assert f"!!  {name}" in done.stdout
+    assert "no torch today" in done.stdout
     assert "CuTe DSL" in done.stdout
 
 
@@ -375,7 +357,7 @@ def test_explain_checks_its_arguments(argv: list[str], named: str, capsys: Outpu
 
 
 def test_demo_runs_and_compiles_without_a_gpu() -> None:
-    done = command("demo", "--cpu")
+    done = subprocesses.python("-m", "cute_attn", "demo", "--cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" ok\n") >= 4
     assert "decode" in done.stdout

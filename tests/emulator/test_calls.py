@@ -16,6 +16,7 @@ import cute_attn
 from cute_attn import emulator
 from tests.support import xqa_batches
 from tests.support.batch_case import (
+    E4M3,
     BatchCase,
     call,
     decode,
@@ -89,6 +90,7 @@ GRAPHED = (
     paged((13, 5, 9), (70,) * 3, mask="custom", window_left=30),
     ragged((30, 20), (90,) * 2, kv_layout="HND", mask="packed"),
     decode((200,) * 3, q_len=3, page_size=1, fixed_split_size=24, **heads(4, 1)),
+    decode((70, 33), kv_dtype=E4M3, cache="halves", **heads(4, 2)),  # rows at multiples of 8 bytes
 )
 
 

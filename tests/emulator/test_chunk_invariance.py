@@ -14,6 +14,7 @@ from cute_attn import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.emulator import using
 from tests.support.engine_case import E4M3, Batch, Tokens, workspace
 from tests.support.paged_cache import Pair, ends, ints
+from tests.support.right import families
 
 pytestmark = pytest.mark.emulator
 
@@ -87,13 +88,15 @@ def run(case: Case, tokens: Tokens, chunks: tuple[Chunk, ...]) -> dict[Chunk, Pa
     return dict(zip(chunks, zip(out.split(sizes), lse.split(sizes), strict=True), strict=True))
 
 
-@pytest.mark.parametrize("kernels", ["fa3", "fa2"])
+@pytest.mark.parametrize("kernels", ["auto", "fa2"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_chunks_have_the_bits_of_the_whole(case: Case, kernels: str) -> None:
+    """The choice of a backend follows no lengths either."""
     tokens = tokens_of(case)
-    with using("sm_90a", kernels=kernels):
+    with using("sm_90a", kernels=kernels) as emulation:
         whole = {i: run(case, tokens, ((i, 0, n),))[i, 0, n] for i, n in enumerate(case.kv_lens)}
         for batch in case.batches:
             for (request, begin, end), results in run(case, tokens, batch).items():
                 for result, expected in zip(results, whole[request], strict=True):
                     assert torch.equal(result, expected[begin:end]), (request, begin, end)
+    assert set(families(emulation)) - {"combine"} == {"fa3" if kernels == "auto" else kernels}

@@ -1,14 +1,13 @@
 """The functions without a plan that vLLM 0.33.0 and SGLang 0.5.23 call: XQA, TRT-LLM's, and Hopper's FMHA.
 
-Written after reading vLLM's `v1/attention/backends/flashinfer.py`, SGLang's `srt/layers/attention/
-trtllm_mha_backend.py`, and what shares its calls: sparse decode and the diffusion models. Workspaces are zeroed and
-shared; lengths and block tables are on the device.
+Written after reading vLLM's `v1/attention/backends/flashinfer.py` and SGLang's `srt/layers/attention/
+trtllm_mha_backend.py`. Workspaces are zeroed and shared; lengths and block tables are on the device. Ragged keys,
+latent attention's too, and two pools: `tests/api/test_trtllm_prefill.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ from tests.support.engine_case import (
     assert_close,
     assert_lse,
     draft_mask,
-    ends,
     nvfp4_cache,
     workspace,
 )
@@ -192,26 +190,13 @@ def test_decode_over_shards_of_the_keys(device: str) -> None:
         assert_lse(lse, expected[1])
 
 
-def test_what_is_refused_by_name(device: str) -> None:
-    """Callers of block-sparse decode look for the keyword before they call; vLLM may ask for an NVFP4 output."""
-    parameters = inspect.signature(TRTLLM).parameters
-    assert {"enable_block_sparse_attention", "multi_ctas_kv_counter_buffer"} <= set(parameters)
-    tokens = Tokens(DECODE, device)
-    assert_close(SGLANG(tokens, enable_block_sparse_attention=False), tokens.expected(SCALE)[0])
-    with pytest.raises(NotImplementedError, match="enable_block_sparse_attention"):
-        SGLANG(tokens, enable_block_sparse_attention=True)
-    data, scale = torch.zeros(3, 4, 64, dtype=torch.uint8, device=device), torch.zeros(128, 32, device=device).to(E4M3)
-    with pytest.raises(NotImplementedError, match=r"[Nn][Vv][Ff][Pp]4"):
-        VLLM(tokens, out=utils.FP4Tensor(data, scale, 0, tokens.q.shape))
-
-
 # ---- prefill
 
 
-def where(tokens: Tokens, token_bounds: bool, most: int = MOST) -> dict[str, Any]:
+def where(tokens: Tokens, token_bounds: bool) -> dict[str, Any]:
     """Lengths of a call. `token_bounds`: of keys, instead of those of pages."""
     bounds = tokens.token_indptr if token_bounds else tokens.kv_indptr
-    lengths = {"seq_lens": tokens.seq_lens, "max_q_len": max(tokens.batch.q_lens), "max_kv_len": most}
+    lengths = {"seq_lens": tokens.seq_lens, "max_q_len": max(tokens.batch.q_lens), "max_kv_len": MOST}
     lengths |= {"batch_size": len(tokens.batch.q_lens), "cum_seq_lens_kv": bounds.to(tokens.device)}
     return lengths | {
         "cum_seq_lens_q": tokens.qo_indptr.to(tokens.device),
@@ -241,17 +226,6 @@ def test_context(engine: str, changed: dict[str, Any], device: str) -> None:
     assert_close(found, tokens.expected(SCALE, sinks=sinks, **{"causal": True, **changed})[0])
 
 
-def test_context_of_a_shard(device: str) -> None:
-    tokens = Tokens(Batch((7, 1, 20), (12, 17, 33)), device)
-    out, lse = torch.empty_like(tokens.q), torch.empty(tokens.q.shape[:2], device=device)
-    found = context(tokens, False, bmm2_scale=1.5, causal=False, return_lse=True, lse=lse, out=out)
-    assert found[0] is out
-    assert found[1] is lse
-    expected = tokens.expected(SCALE, v_scale=1.5)
-    assert_close(out, expected[0])
-    assert_lse(lse, expected[1])
-
-
 def fmha(tokens: Tokens, qkv: Any, layout: str, tables: torch.Tensor | None, **changes: Any) -> Any:
     arguments: dict[str, Any] = {"bmm1_scale": SCALE, "bmm2_scale": 1.0, "mask_mode": "causal", "window_left": -1}
     arguments |= {"out": None, "out_dtype": BF16, "sinks": None, "block_tables": tables, **where(tokens, True)}
@@ -274,16 +248,6 @@ def test_fmha_over_pages(layout: str, mode: str, window_left: int, device: str) 
     assert_close(out, tokens.expected(SCALE, causal=mode == "causal", window_left=window_left, sinks=sinks)[0])
 
 
-def test_fmha_over_two_pools(device: str) -> None:
-    """K and V are halves of one allocation; the tables of V count pages from the first of K."""
-    tokens = Tokens(EXTEND, device)
-    whole = torch.stack(tokens.caches())
-    tables = tokens.block_tables(8)
-    both = torch.stack((tables, tables + tokens.num_pages), 1)
-    out = fmha(tokens, (tokens.q, (whole[0], whole[1])), "Q_PAGED_KV_NHD", both)
-    assert_close(out, tokens.expected(SCALE, causal=True)[0])
-
-
 def test_fmha_over_an_fp8_cache(device: str) -> None:
     """The query is fp8 too; scales of query, keys and values come as numbers."""
     tokens = Tokens(dataclasses.replace(EXTEND, dtype=E4M3, kv_dtype=E4M3), device)
@@ -291,59 +255,3 @@ def test_fmha_over_an_fp8_cache(device: str) -> None:
     qkv = (tokens.q, torch.stack((k, v), 1).view(E4M3))
     out = fmha(tokens, qkv, "Q_PAGED_KV_NHD", tokens.block_tables(8), bmm1_scale=SCALE * 0.6, bmm2_scale=1.7)
     assert_close(out, tokens.expected(SCALE * 0.6, causal=True, v_scale=1.7)[0], 5e-2)
-
-
-@pytest.mark.parametrize("mode", ["causal", "padding"])
-def test_fmha_of_a_diffusion_model(mode: str, device: str) -> None:
-    """Ragged K and V in one tensor; no threshold asks for exact attention."""
-    tokens = Tokens(Batch((9, 20), (9, 20)), device)
-    bounds = {"cum_seq_lens_q": ends((9, 20)).to(device), "cum_seq_lens_kv": ends((9, 20)).to(device)}
-    lengths = {**where(tokens, True, most=20), **bounds}
-    out = prefill.trtllm_fmha_v2_prefill(
-        (tokens.q, torch.stack(tokens.ragged(), 1)),
-        "CONTIGUOUS_Q_KV",
-        mask_mode=mode,
-        bmm1_scale=SCALE,
-        bmm2_scale=1.0,
-        skip_softmax_threshold_scale_factor=None,
-        **lengths,
-    )
-    assert_close(out, tokens.expected(SCALE, causal=mode == "causal")[0])
-
-
-# ---- multi-head latent attention
-
-
-def trtllm_ragged(tokens: Tokens, **changes: Any) -> Any:
-    """vLLM's `TrtllmRaggedPrefillBackend`. It hands over an output of the model's dtype."""
-    batch, (k, v) = tokens.batch, tokens.ragged()
-    out = torch.empty(len(tokens.q), batch.heads[0], batch.dim_vo or batch.dim, dtype=BF16, device=tokens.device)
-    lengths = where(tokens, True, most=max(batch.kv_lens))
-    scales = {"bmm1_scale": SCALE, "bmm2_scale": 1.0, "o_sf_scale": 1.0, "window_left": -1, "enable_pdl": False}
-    given = {**lengths, **scales, "out": out, **changes}
-    return prefill.trtllm_ragged_attention_deepseek(query=tokens.q, key=k, value=v, **given)
-
-
-def latent(q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> Batch:
-    """Tokens of DeepSeek's head dimensions, whose heads have keys of their own."""
-    return Batch(q_lens, kv_lens, heads=(2, 2), dim=192, dim_vo=128)
-
-
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_new_tokens_of_latent_attention(return_lse: bool, device: str) -> None:
-    tokens = Tokens(latent((7, 1, 20), (7, 1, 20)), device)
-    found = trtllm_ragged(tokens, is_causal=True, return_lse=return_lse, skip_all_rows_active_check=True)
-    expected, lse = tokens.expected(SCALE, causal=True)
-    assert_close(found[0] if return_lse else found, expected)
-    if return_lse:
-        assert_lse(found[1], lse)
-
-
-def test_a_chunk_of_the_context_of_latent_attention(device: str) -> None:
-    """Requests whose context has ended have no keys in a later chunk: the engine merges by the lse, which is -inf."""
-    tokens = Tokens(latent((7, 1, 20), (12, 0, 33)), device)
-    out, lse = trtllm_ragged(tokens, is_causal=False, return_lse=True, skip_all_rows_active_check=False)
-    expected = tokens.expected(SCALE)
-    assert_close(out, expected[0])
-    assert_lse(lse, expected[1])
-    assert not out[7].any()

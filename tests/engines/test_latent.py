@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 
 import cute_attn
-from cute_attn import flash_mla
-from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase
+from tests.support.mla_case import LATENT, ROPE, MlaCase
 
 STEP = {"heads": 16, "q_lens": (1, 1, 1), "kv_lens": (37, 0, 130)}
-DRAFTS = {"heads": 8, "q_lens": (3, 3), "kv_lens": (70, 40)}
 
 
 def test_sglang_plans_and_runs(device: str) -> None:
@@ -45,38 +46,9 @@ def test_sglang_replays_plans_of_graphs(device: str) -> None:
         case.check(wrapper.run(*case.parts(), return_lse=True))
 
 
-def test_vllm_decodes_without_a_plan(device: str) -> None:
-    """A workspace of int8, an axis of one head in the cache, scales as numbers of Python; lse to merge ranks."""
-    case = MlaCase(**DRAFTS, page_size=64, device=device)
-    found = cute_attn.decode.trtllm_batch_decode_with_kv_cache_mla(
-        query=case.q.view(2, 3, 8, LATENT + ROPE),
-        kv_cache=case.cache.unsqueeze(1),
-        workspace_buffer=torch.zeros(64 << 20, dtype=torch.int8, device=device),
-        qk_nope_head_dim=128,
-        kv_lora_rank=LATENT,
-        qk_rope_head_dim=ROPE,
-        block_tables=case.table,
-        seq_lens=case.seq_lens,
-        max_seq_len=70,
-        bmm1_scale=SCALE,
-        bmm2_scale=1.0,
-        return_lse=True,
-    )
-    case.check(found)
-
-
-def test_vllm_decodes_by_flash_mla(device: str) -> None:
-    case = MlaCase(**DRAFTS, page_size=64, device=device)
-    metadata, num_splits = flash_mla.get_mla_metadata()
-    out, lse = flash_mla.flash_mla_with_kvcache(
-        q=case.q.view(2, 3, 8, LATENT + ROPE),
-        k_cache=case.cache.unsqueeze(-2),
-        block_table=case.table,
-        cache_seqlens=case.seq_lens,
-        head_dim_v=LATENT,
-        tile_scheduler_metadata=metadata,
-        num_splits=num_splits,
-        softmax_scale=SCALE,
-        causal=True,
-    )
-    case.check((out, lse.transpose(1, 2) / math.log(2)))
+@pytest.mark.parametrize("function", [MlaCase.trtllm, MlaCase.flash_mla])
+def test_vllm_decodes_without_a_plan(function: Callable[[MlaCase], Any], device: str) -> None:
+    """In natural-log domain by FlashMLA's name; lse to merge ranks."""
+    case = MlaCase(heads=8, q_lens=(3, 3), kv_lens=(70, 40), page_size=64, device=device)
+    out, lse = function(case)
+    case.check((out, lse if function is MlaCase.trtllm else lse.transpose(1, 2) / math.log(2)))

@@ -197,6 +197,12 @@ def ragged_wrapper(device: str) -> Any:
     return BatchPrefillWithRaggedKVCacheWrapper(workspace(device), "NHD", backend="auto")
 
 
+def begin_ragged(wrapper: Any, tokens: Tokens, **options: Any) -> None:
+    """Over the new tokens alone."""
+    bounds = tokens.qo_indptr.to(tokens.device)
+    wrapper.begin_forward(bounds, bounds, *tokens.batch.heads, 128, q_data_type=BF16, **options)
+
+
 def begin_paged(wrapper: Any, tokens: Tokens, **changes: Any) -> None:
     """`FlashInferIndicesUpdaterPrefill.call_begin_forward`: 256 entries of kv_indices are left over. Where
     `begin_forward` has been replaced, lengths that the host knows spare the plan every synchronisation.
@@ -265,8 +271,7 @@ def test_ragged_extend(device: str) -> None:
     """Without cached tokens, keys and values come as they are; heads and query are views of one projection."""
     tokens = Tokens(Batch((9, 1, 20), (9, 1, 20)), device)
     wrapper = ragged_wrapper(device)
-    bounds = tokens.qo_indptr.to(device)
-    wrapper.begin_forward(bounds, bounds, *tokens.batch.heads, 128, q_data_type=BF16)
+    begin_ragged(wrapper, tokens)
     k, v = tokens.ragged()
     fused = torch.cat([tokens.q.flatten(1), k.flatten(1), v.flatten(1)], 1)
     q, k, v = (x.unflatten(1, (-1, 128)) for x in fused.split([512, 256, 256], 1))
@@ -292,8 +297,7 @@ def test_extend_of_a_cached_prefix(window: int, device: str) -> None:
         cached = cached.newest(near)
         cached.q = new.q
     ragged, paged = ragged_wrapper(device), paged_wrapper(device)
-    bounds = tokens.qo_indptr.to(device)
-    ragged.begin_forward(bounds, bounds, *tokens.batch.heads, 128, q_data_type=BF16)
+    begin_ragged(ragged, tokens)
     begin_paged(paged, cached, custom_mask=mask)
     first = ragged.forward_return_lse(
         tokens.q, *new.ragged(), causal=True, sm_scale=SCALE, window_left=window, logits_soft_cap=0.0
@@ -329,16 +333,8 @@ def test_a_mask_of_text_and_image_tokens(device: str) -> None:
     for block, text in zip(keep, (6, 3), strict=True):
         block[:text, text:] = False
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(device), "NHD", backend=gpu_backend(device, "fa2"))
-    bounds = tokens.qo_indptr.to(device)
-    wrapper.begin_forward(
-        *(bounds, bounds, *tokens.batch.heads, 128),
-        custom_mask=torch.cat([x.flatten() for x in keep]).to(device),
-        causal=False,
-        q_data_type=BF16,
-        kv_data_type=BF16,
-        non_blocking=True,
-        fixed_split_size=None,
-    )
+    options = {"causal": False, "kv_data_type": BF16, "non_blocking": True, "fixed_split_size": None}
+    begin_ragged(wrapper, tokens, custom_mask=torch.cat([x.flatten() for x in keep]).to(device), **options)
     out = wrapper.forward(tokens.q, *tokens.ragged(), causal=False, sm_scale=SCALE, logits_soft_cap=0.0)
     assert_close(out, tokens.expected(SCALE, keep=keep)[0])
 

@@ -44,22 +44,23 @@ DECODE = Batch((1, 1, 1, 1), (33, 1, 16, 70))
 def plan_prefill(wrapper: Any, tokens: Tokens, **changes: Any) -> None:
     """The plan of `FlashInferMetadataBuilder.build`."""
     batch = tokens.batch
-    options: dict[str, Any] = {"causal": True, "window_left": -1, "logits_soft_cap": None, "o_data_type": BF16}
-    options |= {"fixed_split_size": -1, "disable_split_kv": False, "kv_data_type": batch.kv_dtype, **changes}
-    wrapper.plan(
-        qo_indptr=host(tokens.qo_indptr),
-        paged_kv_indptr=host(tokens.kv_indptr),
-        paged_kv_indices=tokens.kv_indices,
-        paged_kv_last_page_len=host(tokens.last_page_len),
-        seq_lens=host(get_seq_lens(tokens.kv_indptr, tokens.last_page_len, batch.page_size)),
-        num_qo_heads=batch.heads[0],
-        num_kv_heads=batch.heads[1],
-        head_dim_qk=batch.dim,
-        page_size=batch.page_size,
-        sm_scale=SCALE,
-        q_data_type=batch.dtype,
-        **options,
-    )
+    options: dict[str, Any] = {
+        "qo_indptr": host(tokens.qo_indptr),
+        "paged_kv_indptr": host(tokens.kv_indptr),
+        "paged_kv_indices": tokens.kv_indices,
+        "paged_kv_last_page_len": host(tokens.last_page_len),
+        "seq_lens": host(get_seq_lens(tokens.kv_indptr, tokens.last_page_len, batch.page_size)),
+        "num_qo_heads": batch.heads[0],
+        "num_kv_heads": batch.heads[1],
+        "head_dim_qk": batch.dim,
+        "page_size": batch.page_size,
+        "sm_scale": SCALE,
+        "q_data_type": batch.dtype,
+        "kv_data_type": batch.kv_dtype,
+        "o_data_type": BF16,
+    }
+    options |= {"causal": True, "window_left": -1, "logits_soft_cap": None}
+    wrapper.plan(**{**options, "fixed_split_size": -1, "disable_split_kv": False, **changes})
 
 
 def run_prefill(wrapper: Any, tokens: Tokens, cache: Any, **changes: Any) -> torch.Tensor:
@@ -199,6 +200,7 @@ STEPS = {
     "decode-e4m3": Step(stored(DECODE, E4M3), "HND", run=FP8_SCALES),
     "decode-e5m2": Step(stored(DECODE, E5M2), "HND", run=FP8_SCALES),
     "decode-nvfp4": Step(DECODE, **NVFP4),
+    "decode-drafts": Step(Batch((3, 3, 3), (33, 3, 70))),  # as many for every request, causal among themselves
     # All head dimensions that vLLM's backend names; 512 is that of Gemma 4's global layers.
     **{f"prefill-{dim}": Step(dataclasses.replace(PREFILL, dim=dim)) for dim in (64, 256, 512)},
     **{f"decode-{dim}": Step(dataclasses.replace(DECODE, dim=dim)) for dim in (64, 256, 512)},
@@ -223,16 +225,7 @@ def test_steps(name: str, device: str) -> None:
     causal = None if decodes else plan.get("causal", True)
     check_attributes(wrapper, plan.get("window_left", -1), plan.get("logits_soft_cap"), causal)
     out = (run_decode if decodes else run_prefill)(wrapper, tokens, cache, **run)
-    assert_close(out, held.solved(**{"sm_scale": SCALE, "causal": not decodes, **options}), STEPS[name].error)
-
-
-def test_decode_of_several_tokens(device: str) -> None:
-    """Speculative decoding on fa2: as many tokens for every request, causal among themselves."""
-    tokens = Tokens(Batch((3, 3, 3), (33, 3, 70)), device)
-    wrapper = decode_wrapper(device, "NHD", gpu_backend(device, "fa2"))
-    plan_decode(wrapper, tokens)
-    out = run_decode(wrapper, tokens, tokens.caches(fused=True))
-    assert_close(out, tokens.expected(SCALE, causal=True)[0])
+    assert_close(out, held.solved(**{"sm_scale": SCALE, "causal": True, **options}), STEPS[name].error)
 
 
 GRAPHS = [
@@ -329,26 +322,18 @@ def test_prefill_over_shards_of_the_keys(device: str) -> None:
 
 
 def test_compact_sparse_prefill(device: str) -> None:
-    """Step5: every query token is a request of its own over 8-token pages; exact lengths follow on the device."""
+    """Step5: every query token is a request of its own over 8-token pages. The plan has bounds of the lengths: 5 full
+    pages each; exact ones follow on the device.
+    """
     tokens = Tokens(Batch((1,) * 5, (9, 24, 3, 16, 40), heads=(4, 1), page_size=8), device)
     wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", backend=gpu_backend(device, "fa2"))
-    wrapper.plan(
-        host(torch.arange(6, dtype=torch.int32)),
-        host(tokens.kv_indptr),
-        tokens.kv_indices,
-        host(tokens.last_page_len),
-        4,
-        1,
-        128,
-        8,
-        head_dim_vo=128,
-        causal=False,
-        sm_scale=SCALE,
-        q_data_type=BF16,
-        kv_data_type=BF16,
-        disable_split_kv=True,
-        max_token_per_sequence=1,
-    )
+    bounds = {
+        "paged_kv_indptr": host(torch.arange(0, 30, 5, dtype=torch.int32)),
+        "paged_kv_indices": torch.nn.functional.pad(tokens.kv_indices, (0, 25 - len(tokens.kv_indices))),
+        "paged_kv_last_page_len": host(torch.full((5,), 8, dtype=torch.int32)),
+        "seq_lens": None,
+    }
+    plan_prefill(wrapper, tokens, **bounds, causal=False, disable_split_kv=True, max_token_per_sequence=1)
     wrapper._paged_kv_indptr_buf.copy_(tokens.kv_indptr.to(device))
     wrapper._paged_kv_last_page_len_buf.copy_(tokens.last_page_len.to(device))
     out = torch.empty_like(tokens.q)

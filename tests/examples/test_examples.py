@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SECONDS = 120  # a hang, not a measure of speed: an example takes a few seconds
+from tests.support import subprocesses
+from tests.support.subprocesses import ROOT
 
 
 class Example(NamedTuple):
@@ -47,12 +43,8 @@ def test_every_line_of_the_table_has_a_script() -> None:
 @pytest.mark.parametrize("name", commands())
 def test_example(name: str) -> None:
     example = EXAMPLES.get(name, Example())
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # this checkout's package
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *commands()[name], *example.arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
+    alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocesses.python(*commands()[name], *example.arguments, **alone)
     assert done.returncode == example.code, done.stdout + done.stderr
     assert re.search(example.output, done.stderr if example.code else done.stdout), done.stdout + done.stderr
     assert example.stderr or not done.stderr  # progress bars are for terminals

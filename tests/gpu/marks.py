@@ -1,4 +1,4 @@
-"""The GPU that the tests of a module need, `pytestmark = marks.SM80`, or that of each case, `marks.PERSISTENT`."""
+"""The GPU that the tests of a module need, `pytestmark = marks.GPU`, or that of a case by its backend, `marks.OF`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import pytest
 import torch
 
 from cute_attn.runtime import arch as archs
+from tests.support.executors import GPU_MARKS
 from tests.support.persistent_emulated import FA3, FA4, Target
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-GPU = [pytest.mark.gpu, pytest.mark.skipif(CAPABILITY == (0, 0), reason="needs a CUDA device")]
-SM80 = [
-    pytest.mark.gpu,
-    pytest.mark.sm80,
-    pytest.mark.skipif(CAPABILITY < (8, 0), reason="needs a CUDA device of compute capability 8.0 or later"),
-]
+GPU = list(GPU_MARKS)
 
 
 def _of(target: Target, marker: pytest.MarkDecorator) -> tuple[pytest.MarkDecorator, ...]:
@@ -24,5 +20,4 @@ def _of(target: Target, marker: pytest.MarkDecorator) -> tuple[pytest.MarkDecora
 
 
 FA3_GPU, FA4_GPU = _of(FA3, pytest.mark.sm90), _of(FA4, pytest.mark.sm100)
-OF = {"fa2": SM80, "xqa": SM80, "auto": SM80, "fa3": FA3_GPU, "fa4": FA4_GPU}  # by backend
-PERSISTENT = [pytest.param(FA3, id="fa3", marks=FA3_GPU), pytest.param(FA4, id="fa4", marks=FA4_GPU)]
+OF = {"fa2": GPU, "xqa": GPU, "auto": GPU, "fa3": FA3_GPU, "fa4": FA4_GPU}  # by backend

@@ -30,7 +30,7 @@ from tests.support.batch_case import (
 )
 from tests.support.right import Solver, assert_solved_again
 
-pytestmark = marks.SM80
+pytestmark = marks.GPU
 
 FUZZED = int(os.environ.get("CUTE_ATTN_TEST_FUZZED", "10000"))
 
@@ -38,16 +38,17 @@ FUZZED = int(os.environ.get("CUTE_ATTN_TEST_FUZZED", "10000"))
 # ---- promises
 
 
+@pytest.mark.parametrize("backend", ["fa2", pytest.param("fa3", marks=marks.FA3_GPU)])
 @pytest.mark.parametrize("kind", ["paged", "ragged", "decode"])
 @pytest.mark.parametrize("splits", [{"fixed_split_size": 64}, {"disable_split_kv": True}], ids=["fixed", "none"])
-def test_bits_of_a_request_do_not_depend_on_the_batch(kind: str, splits: dict[str, Any]) -> None:
+def test_bits_of_a_request_do_not_depend_on_the_batch(kind: str, splits: dict[str, Any], backend: str) -> None:
     if kind == "decode":
         case = decode((5000, 12, 0, 777, 3000, 64), page_size=1, **heads(8, 2), **dims(128), **splits)
     else:
         case = BatchCase(
             kind, (100, 1, 40, 7, 300, 64), (5000, 12, 0, 777, 3000, 64), mask="causal", **heads(8, 2), **splits
         )
-    solver = Solver(case, "cuda", backend="fa2")
+    solver = Solver(case, "cuda", backend=backend)
     inputs, (together, lse_together) = solver.inputs, solver.call()
     assert lse_together is not None
     row = 0
@@ -57,7 +58,7 @@ def test_bits_of_a_request_do_not_depend_on_the_batch(kind: str, splits: dict[st
         alone |= {name: x[i : i + 1] for name, x in arguments.items() if name.endswith("last_page_len")}
         if kind != "decode":
             alone["qo_indptr"] = alone["qo_indptr"] - row
-        made = wrapper(case, "cuda", backend="fa2")
+        made = wrapper(case, "cuda", backend=backend)
         made.reset_workspace_buffer(together.new_empty(1 << 28, dtype=torch.uint8))
         made.plan(**{**arguments, **alone})
         out, lse = made.run(inputs.q[row : row + qo_len], *inputs.kv, return_lse=True)

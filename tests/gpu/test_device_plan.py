@@ -30,7 +30,7 @@ from tests.support.device_schedules import cases, difference
 from tests.support.graphs import Captured, Results, cuda_graph, smaller, without_synchronising
 from tests.support.right import assert_right
 
-pytestmark = marks.SM80
+pytestmark = marks.GPU
 
 BATCHES = 1000
 LARGEST = [

@@ -1,5 +1,5 @@
 """The matrices of problems on a GPU, by backend: right with NaN around and the same bits twice, or refused as the
-capability table says. fp8, every argument. What calls write, captured runs, plans in a row.
+capability table says. fp8, every call, every argument. What calls write, captured runs, plans in a row.
 """
 
 from __future__ import annotations
@@ -20,14 +20,21 @@ from cute_attn.dispatch import capabilities
 from cute_attn.errors import Refusal
 from cute_attn.runtime import arch as archs
 from tests.gpu import marks
-from tests.gpu.guarded import assert_outputs_alone_are_written
 from tests.support import batch_case, fp8_case, matrix, narrow_outputs, persistent_emulated, xqa_batches
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads, paged, ragged, random_batch_case
-from tests.support.graphs import assert_plans_in_a_row_do_not_race, assert_replays
+from tests.support.executors import needs_gpu
+from tests.support.flashinfer_calls import ENTRY_OF, calls
+from tests.support.graphs import (
+    CapturedLayers,
+    assert_plans_in_a_row_do_not_race,
+    assert_replays,
+    cuda_graph,
+    smaller,
+)
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import BF16, FULL
 from tests.support.persistent_emulated import BATCHES, FA3, GATHERED, LONG, of_8_bits
-from tests.support.right import Solver, assert_solved, assert_solved_again
+from tests.support.right import Solver, assert_right, assert_solved, assert_solved_again
 
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_BATCHES", "400"))
 CHUNK = 20  # random problems of one test
@@ -62,11 +69,16 @@ def assert_honoured(problem: BatchCase, backend: str) -> None:
 
 # ---- all problems of a matrix, and larger ones
 
-LARGE = (
+LARGE_PREFILL = (  # also with keys of 8 bits, NVFP4 keys, rotated keys
     paged((1, 700, 0, 33, 2048), (4000, 700, 12, 65, 5000), mask="causal", **heads(32, 8), **dims(128)),
     paged((300,) * 20, (1500,) * 20, page_size=64, dtype="bfloat16", **heads(8, 2), **dims(256)),
-    ragged((1000, 1, 3000), (1000, 9000, 3000), mask="causal", **heads(16, 16), **dims(64)),
+    paged((513, 2), (4097, 3), page_size=1, dtype="bfloat16", **heads(4, 4), **dims(128)),
+    ragged((1000, 1, 3000), (1000, 9000, 3000), mask="causal", dtype="bfloat16", **heads(8, 2), **dims(128)),
     ragged((513, 2), (4097, 3), **heads(4, 4), **dims(192, 128)),
+)
+LARGE = (
+    *LARGE_PREFILL,
+    ragged((1000, 1, 3000), (1000, 9000, 3000), mask="causal", **heads(16, 16), **dims(64)),
     decode((8192,) * 16, **heads(8, 2), **dims(128), dtype="bfloat16"),
     decode((100000, 3, 0, 700, 20000), **heads(8, 1), **dims(128)),
     decode(tuple(range(0, 2000, 7)), page_size=1, **heads(4, 2), **dims(64)),
@@ -95,13 +107,6 @@ LARGE_ITEMS = (
     paged((900, 300), (4000, 300), 16, **ITEMS, kv_dtype=E4M3, longest_item=90, **heads(8, 2), **dims(128)),
     ragged((2000, 30), (3000, 8000), **ITEMS, longest_item=3000, sinks=True, **heads(8, 1), **dims(192, 128)),
     paged((20, 5), (60000, 9000), 16, **ITEMS, **BF16, **heads(8, 1), **dims(128)),
-)
-LARGE_PREFILL = (  # keys of 8 bits, NVFP4 keys, rotated keys
-    paged((1, 700, 0, 33, 2048), (4000, 700, 12, 65, 5000), mask="causal", **heads(32, 8), **dims(128)),
-    paged((300,) * 20, (1500,) * 20, page_size=64, dtype="bfloat16", **heads(8, 2), **dims(256)),
-    paged((513, 2), (4097, 3), page_size=1, dtype="bfloat16", **heads(4, 4), **dims(128)),
-    ragged((1000, 1, 3000), (1000, 9000, 3000), mask="causal", dtype="bfloat16", **heads(8, 2), **dims(128)),
-    ragged((513, 2), (4097, 3), **heads(4, 4), **dims(192, 128)),
 )
 SINGLE_DECODE = [x for x in (*matrix.SMALL, *FULL) if x.kind == "single_decode" and xqa_batches.is_taken(x)]
 PERSISTENT = *FULL, *LONG, *batch_case.SMALL, *BATCHES, *GATHERED
@@ -181,7 +186,7 @@ def test_random(backend: str, draw: str, first: int) -> None:
         assert_honoured(problem, backend)
 
 
-# ---- fp8 queries, fp8 outputs, every argument
+# ---- fp8 queries, fp8 outputs, every call and argument
 
 FP8 = (*fp8_case.SMALL, *fp8_case.VARIED, *fp8_case.CUT, *fp8_case.LONG, *fp8_case.LARGE)
 
@@ -199,8 +204,18 @@ def test_outputs_in_fp8_are_rounded_once(backend: str, problem: BatchCase) -> No
     narrow_outputs.assert_rounded(problem, "cuda", backend)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
+@pytest.mark.parametrize("name", ENTRY_OF)
+def test_flashinfers_calls_are_those_of_the_cpu(name: str) -> None:
+    expected, found = (calls(device)[name]("", {}) for device in ("cpu", "cuda"))
+    assert len(found) == len(expected)
+    for on_gpu, on_cpu in zip(found, expected, strict=True):
+        assert on_gpu.is_cuda
+        tolerance = 2e-2 if on_cpu.dtype == torch.bfloat16 else 4e-3
+        torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=tolerance, atol=tolerance)
+
+
+@needs_gpu
 @pytest.mark.parametrize(("kind", "perturbation"), CALLS, ids=IDS)
 @pytest.mark.parametrize("backend", [b.name for b in capabilities.BACKENDS if b.archs])
 def test_honour(backend: str, kind: str, perturbation: Perturbation) -> None:
@@ -208,6 +223,20 @@ def test_honour(backend: str, kind: str, perturbation: Perturbation) -> None:
 
 
 # ---- memory beside outputs
+
+GUARD = 512
+UNTOUCHED = 7.0
+
+
+def guarded(problem: BatchCase) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """`out` with gaps after heads and tokens, `lse`, and the larger buffers around them, which tell other writes."""
+    rows, heads, dim = problem.rows, problem.num_qo_heads, problem.head_dim_vo
+    strides, dtype = (heads * (dim + 8) + 16, dim + 8, 1), getattr(torch, problem.o_dtype or problem.dtype)
+    out = torch.full((2 * GUARD + rows * strides[0],), UNTOUCHED, dtype=dtype, device="cuda")
+    lse = torch.full((2 * GUARD + rows * heads,), UNTOUCHED, device="cuda")
+    inner = lse[GUARD : GUARD + rows * heads].view(rows, heads)
+    return out.as_strided((rows, heads, dim), strides, GUARD), inner, (out, lse)
+
 
 WRITTEN = {
     "fa2": [x for x in (*matrix.SMALL, *batch_case.SMALL) if x.return_lse and x.rows],
@@ -217,8 +246,18 @@ WRITTEN = {
 
 @pytest.mark.parametrize(("backend", "problem"), params((name, x) for name, own in WRITTEN.items() for x in own))
 def test_outputs_alone_are_written(backend: str, problem: BatchCase) -> None:
-    if not refusals(problem, backend):
-        assert_outputs_alone_are_written(Solver(problem, "cuda", backend=backend))
+    if refusals(problem, backend):
+        return
+    solver = Solver(problem, "cuda", backend=backend)
+    out, lse, buffers = guarded(problem)
+    out[: problem.first], lse[: problem.first] = 0.0, -torch.inf  # rows of no request: the caller's
+    out, lse = (out[0], lse[0]) if problem.kind == "single_decode" else (out, lse)
+    returned = solver.call(out=out, lse=lse)
+    assert returned[0].data_ptr() == out.data_ptr()
+    assert_right(problem, solver.inputs, out, lse)
+    for written in (out, lse):
+        written.fill_(UNTOUCHED)
+    assert all(bool((buffer == UNTOUCHED).all()) for buffer in buffers)
 
 
 # ---- CUDA graphs, plans in a row
@@ -236,6 +275,7 @@ GRAPHED = {
         decode((2000,) * 3, q_len=3, **heads(8, 1), **dims(64)),
         decode((4000,) * 2, page_size=1, **heads(4, 4), **dims(128), fixed_split_size=256),
         decode((3000,) * 4, **heads(8, 1), **dims(512), dtype="bfloat16"),
+        decode((3000,) * 3, kv_dtype=E4M3, cache="halves", **heads(4, 2)),  # rows at multiples of 8 bytes
     ),
     "xqa": (
         decode((3000,) * 8, kv_dtype=E4M3, **heads(32, 8), **dims(128), dtype="bfloat16"),
@@ -250,6 +290,12 @@ GRAPHED_ITEMS = (
     paged((300, 20, 5, 64), (900,) * 4, **ITEMS, **heads(8, 2), **dims(128)),
     ragged((300, 20, 5), (900,) * 3, **ITEMS, longest_item=100, **heads(8, 2)),
 )
+LAYERED = (
+    paged((300, 5, 40), (900, 700, 333), page_size=16, **heads(4, 2)),
+    ragged((300, 5, 40), (900, 700, 333), **heads(4, 2)),
+    decode((900, 700, 333), page_size=1, **heads(4, 2)),
+    decode((900, 700, 333), page_size=16, q_len=3, **heads(4, 2), dtype="bfloat16"),
+)
 REPLAYED = [(name, x) for name, own in GRAPHED.items() for x in own] + list(itertools.product(BACKENDS, GRAPHED_ITEMS))
 IN_A_ROW = [("fa2", GRAPHED["fa2"][0]), ("auto", GRAPHED["xqa"][0]), ("auto", GRAPHED_ITEMS[0])]
 
@@ -259,6 +305,14 @@ def test_replays_with_other_lengths(backend: str, case: BatchCase) -> None:
     if refusals(case, backend):
         pytest.skip(f"{backend} does not run this here")
     assert_replays(case, REPLAYS["items" if case in GRAPHED_ITEMS else backend], backend=backend)
+
+
+@pytest.mark.parametrize(("backend", "case"), params(itertools.product(("auto", "fa2"), LAYERED)))
+def test_layers_of_one_plan(backend: str, case: BatchCase) -> None:
+    """As engines capture them: options left open by the plan, fewer heads than planned."""
+    captured = CapturedLayers(case, "cuda", cuda_graph, backend=backend)
+    for other in smaller(case, 6):
+        captured.replay(other)
 
 
 @pytest.mark.parametrize(("backend", "case"), params(IN_A_ROW))

@@ -13,7 +13,7 @@ from tests.support.case import poisoned_memory
 from tests.support.graphs import cuda_graph
 from tests.support.mla_case import MlaCase, random_case
 
-pytestmark = marks.SM80
+pytestmark = marks.GPU
 
 DEVICE = "cuda"
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_MLA", "100"))

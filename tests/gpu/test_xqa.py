@@ -23,7 +23,7 @@ from tests.support.xqa_producer import STALE, Producer
 
 DEVICE = "cuda"
 HAS_FP8_OUTPUT = marks.CAPABILITY >= (9, 0)
-pytestmark = marks.SM80
+pytestmark = marks.GPU
 HOPPER = pytest.mark.skipif(not HAS_FP8_OUTPUT, reason="programmatic dependent launch needs compute capability 9.0")
 
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_XQA", "300"))

@@ -22,7 +22,7 @@ from tests.support.right import assert_right
 from tests.support.trtllm_prefill import context_arguments
 from tests.support.xqa_case import Built, XqaCase, build
 
-pytestmark = marks.SM80
+pytestmark = marks.GPU
 CASE = XqaCase((57, 300, 4000), heads=(8, 2), kv_layout="HND")
 
 

@@ -18,7 +18,7 @@ from examples.llama.cache import E4M3, PagedCache, quantized
 from examples.llama.eager import attention_of, compare, fp8_scales
 from examples.llama.engine import Engine, padded_sizes, serve
 from examples.llama.model import Config, Llama
-from tests.support.executors import DEVICES, needs_gpu
+from tests.support.executors import needs_gpu
 
 CONFIG = Config(layers=3, hidden=128, heads=4, kv_heads=2, vocab=300)
 LATENT = LatentConfig(layers=2, hidden=128, heads=3, q_rank=48, vocab=200)
@@ -136,7 +136,6 @@ def test_requests_that_come_and_go(dtype: torch.dtype, page_size: int, chunk_tok
     assert_all_free(cache)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_latent_attention(dtype: torch.dtype, device: str) -> None:
     """Prompts of one token, within a page, of whole pages, and longer than a step; decode steps are padded."""

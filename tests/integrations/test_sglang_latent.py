@@ -16,7 +16,6 @@ from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind
 from cute_attn.integrations.sglang.tables import TableStep
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
-from tests.support.executors import DEVICES
 from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase, newest
 from tests.support.noted import noted
 from tests.support.sglang_case import LATENT_LAYERS
@@ -37,7 +36,6 @@ def assert_close(found: torch.Tensor, want: torch.Tensor) -> None:
 # ---- parts
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("q_lens", [(1, 1, 1), (2, 2, 2), (5, 1, 20)])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("narrow", [False, True])
@@ -54,7 +52,6 @@ def test_rows_of_the_pool(q_lens: tuple[int, ...], page_size: int, narrow: bool,
     assert_close(out, case.expected((0.5, 0.5) if narrow else (1.0, 1.0))[0])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_prompts_are_planned_once_per_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attention = LatentAttention(device)
     plans = noted(monkeypatch, BatchPrefillWithRaggedKVCacheWrapper, "plan")

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import engine_models
-from tests.support.engine_models import LATENT, ROOT, logprobs
+from tests.support import engine_models, subprocesses
+from tests.support.engine_models import LATENT, logprobs
 from tests.support.sglang_generate import NEW_TOKENS, PROMPT, SHARED
+from tests.support.subprocesses import ROOT
 
 pytestmark = pytest.mark.engines
 
@@ -55,7 +56,7 @@ def test_the_engine_generates(name: str, options: dict[str, Any], tmp_path: Path
     write_entry_point(tmp_path)
     result = tmp_path / "result.json"
     paths = str(tmp_path / "model"), str(result)
-    done = engine_models.process("tests.support.sglang_generate", *paths, first_path=str(tmp_path))
+    done = subprocesses.python("-m", "tests.support.sglang_generate", *paths, first_path=str(tmp_path))
     text = done.stdout + done.stderr
     assert result.exists(), text[-4000:]
     assert "reference for cpu" in text, "the worker's log names what ran this library's calls"

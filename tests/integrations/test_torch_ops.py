@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
 import inspect
 import shutil
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import cute_attn
 from cute_attn.ops import register, trace
 from cute_attn.ops.declare import DECLARED
 from tests.support import torch_ops
-from tests.support.executors import GPU_MARKS, needs_gpu
+from tests.support.executors import GPU_MARKS, NEEDS_TRITON, needs_gpu
 from tests.support.paged_cache import ends
 from tests.support.torch_ops import CASES, Call, assert_same, fresh_dynamo
 
@@ -52,7 +51,6 @@ def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options
 
 # ---- all operators
 
-NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="inductor needs triton")
 BACKENDS = [
     ("cpu", "aot_eager"),
     pytest.param("cuda", "aot_eager", marks=GPU_MARKS),
@@ -201,16 +199,7 @@ def test_inductor() -> None:
     assert all(map(torch.equal, [*want, results[0]], [*got, results[1]]))
 
 
-# ---- errors
-
-
-def test_gradients_are_refused() -> None:
-    q, k, v = torch_ops.operands("cpu")
-    function = compiled(cute_attn.single_prefill_with_kv_cache)
-    with pytest.raises(Exception, match="q requires grad, and cute_attn computes no gradients"):
-        function(q.requires_grad_(), k, v)
-    with torch.no_grad():
-        assert torch.equal(function(q, k, v), cute_attn.single_prefill_with_kv_cache(q, k, v))
+# ---- errors. Gradients: `tests/api/test_gradients.py`
 
 
 def test_a_run_needs_a_plan() -> None:

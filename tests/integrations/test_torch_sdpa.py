@@ -8,7 +8,6 @@ dispatcher as they do on a GPU.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ import cute_attn
 from cute_attn.integrations import aten_flash, sdpa
 from tests.support.dense_attention import attention, seen
 from tests.support.engine_case import Batch, Tokens
-from tests.support.executors import needs_gpu
+from tests.support.executors import NEEDS_TRITON, needs_gpu
 from tests.support.noted import noted
 
 aten = torch.ops.aten
@@ -77,9 +76,18 @@ def steps(x: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("make_q", [by_heads, by_tokens, some_heads])
 @pytest.mark.parametrize("make_kv", [by_heads, by_tokens, some_heads])
 @pytest.mark.parametrize(("qo_len", "causal", "scale"), [(5, True, None), (1, False, 0.3)])
-def test_dense(make_q: Any, make_kv: Any, qo_len: int, causal: bool, scale: float | None) -> None:
+def test_dense(
+    make_q: Any, make_kv: Any, qo_len: int, causal: bool, scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In no layout q, k and v are copied: they reach the kernels where they are."""
     q, k, v = make_q(HEADS, qo_len), make_kv(KV_HEADS, 9), make_kv(KV_HEADS, 9)
+    single = noted(monkeypatch, aten_flash, "single_prefill_with_kv_cache")
+    planned = noted(monkeypatch, aten_flash.planned_prefill, "run")
     results = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    launches = [args[:3] for args, _ in single] + [(args[2], args[3].k, args[3].v) for args, _ in planned]
+    assert len(launches) in (1, BATCH)  # of the whole batch, or one per request
+    for i, read in enumerate(launches):
+        assert [x.data_ptr() for x in read] == [x[i].data_ptr() for x in (q, k, v)]
     out, lse = expected(q, k, v, causal, scale=scale)
     torch.testing.assert_close(results[0].double(), out, **TOLERANCE)
     torch.testing.assert_close(results[1].double(), lse, rtol=1e-5, atol=1e-5)
@@ -88,21 +96,6 @@ def test_dense(make_q: Any, make_kv: Any, qo_len: int, causal: bool, scale: floa
         fakes = aten._scaled_dot_product_flash_attention(*map(mode.from_tensor, (q, k, v)), 0.0, causal)
     for real, fake in ((results[i], fakes[i]) for i in (0, 1, 6, 7, 8)):
         assert (real.shape, steps(real), real.dtype) == (fake.shape, steps(fake), fake.dtype)
-
-
-@pytest.mark.usefixtures("_on_cpu")
-@pytest.mark.parametrize("make_q", [by_heads, by_tokens, some_heads])
-@pytest.mark.parametrize("make_kv", [by_heads, by_tokens, some_heads])
-def test_no_layout_is_copied(make_q: Any, make_kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """q, k and v reach the kernels where they are."""
-    q, k, v = make_q(HEADS, 5), make_kv(KV_HEADS, 9), make_kv(KV_HEADS, 9)
-    single = noted(monkeypatch, aten_flash, "single_prefill_with_kv_cache")
-    planned = noted(monkeypatch, aten_flash.planned_prefill, "run")
-    aten._scaled_dot_product_flash_attention(q, k, v)
-    launches = [args[:3] for args, _ in single] + [(args[2], args[3].k, args[3].v) for args, _ in planned]
-    assert len(launches) in (1, BATCH)  # of the whole batch, or one per request
-    for i, read in enumerate(launches):
-        assert [x.data_ptr() for x in read] == [x[i].data_ptr() for x in (q, k, v)]
 
 
 @pytest.mark.usefixtures("_on_cpu")
@@ -270,7 +263,6 @@ def test_torch_knows_the_name() -> None:
 
 # ---- on a GPU
 
-NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="inductor needs triton")
 CASES = (
     # batch, heads, kv heads, qo_len, kv_len, head_dim, causal, q, k and v
     (2, 8, 8, 512, 512, 128, True, by_tokens, by_tokens),

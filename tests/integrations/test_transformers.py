@@ -15,7 +15,7 @@ from transformers import masking_utils
 from cute_attn.integrations.transformers import forward, plans, register
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support import tiny_transformers as tiny
-from tests.support.executors import DEVICES, needs_gpu
+from tests.support.executors import needs_gpu
 from tests.support.noted import Noted, noted
 
 OURS = "cute_attn"
@@ -49,7 +49,6 @@ def padded(ids: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
     return {"attention_mask": mask}
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padding", ["none", "left", "right", "holes"])
 @pytest.mark.parametrize("name", tiny.MAKERS)
 def test_logits_are_as_close_to_fp32_as_those_of_eager_bf16(name, padding, device):
@@ -62,7 +61,6 @@ def test_logits_are_as_close_to_fp32_as_those_of_eager_bf16(name, padding, devic
     assert tiny.error(ours, exact) <= CLOSE * tiny.error(eager, exact)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", tiny.DECODERS)

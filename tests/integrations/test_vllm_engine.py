@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import engine_models
+from tests.support import engine_models, subprocesses
 from tests.support.engine_models import LATENT, VOCABULARY, logprobs
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -59,7 +59,7 @@ def run(folder: Path, ours: bool, **changes: Any) -> dict[str, Any]:
 
 def process(module: str, *arguments: str, first_path: str = "") -> str:
     """Run a module in a process of its own, and return what it prints."""
-    done = engine_models.process(module, *arguments, first_path=first_path)
+    done = subprocesses.python("-m", module, *arguments, first_path=first_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return done.stdout
 

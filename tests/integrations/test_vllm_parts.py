@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support.dense_attention import assert_near
 from tests.support.emulated_calls import emulated_append
 from tests.support.engine_case import Graph
-from tests.support.executors import DEVICES, needs_gpu
+from tests.support.executors import needs_gpu
 from tests.support.noted import noted
 from tests.support.paged_cache import ends
 from tests.support.vllm_case import UNTOUCHED, Step
@@ -42,52 +43,49 @@ MIXED = [(1, 37), (1, 5), (20, 20), (7, 50)]  # two decodes, a prefill, an exten
 
 # ---- layers
 
+IMAGES = {2: [(3, 9), (12, 18)], 3: [(40, 46)], 0: [(4, 20)]}
+
+
+def step(requests: Any = MIXED, base: Layer = LLAMA, layer: Any = None, **fields: Any) -> Callable[..., Step]:
+    """Make a step on a device. `layer`: changes of the layer's numbers."""
+    return functools.partial(Step, requests, base._replace(**(layer or {})), **fields)
+
+
 STEPS = {
-    "mixed": {"requests": MIXED, "layer": LLAMA},
-    "hnd_window": {"requests": MIXED, "layer": Layer(4, 64, 0.125, 2, window_left=8), "memory_order": "HND"},
-    "soft_cap": {"requests": MIXED, "layer": Layer(4, 64, 0.5, 2, soft_cap=3.0)},
-    "alibi": {"requests": MIXED, "layer": Layer(4, 64, 0.125, 2, alibi=True), "slopes": (0.25, 0.0625, 2**-6, 2**-8)},
-    "sinks": {"requests": MIXED, "layer": Layer(4, 64, 0.125, 2, sinks=True), "memory_order": "HND"},
-    "only_decodes": {"requests": [(1, 33), (1, 1), (1, 16)], "layer": Layer(8, 128, 0.1, 1)},
-    "only_prefills": {"requests": [(9, 9), (40, 41)], "layer": LLAMA, "block_size": 32},
-    "drafts": {"requests": [(3, 40), (3, 3), (3, 17)], "layer": LLAMA, "threshold": 3},
-    "drafts_of_many_lengths": {"requests": [(3, 40), (1, 9), (2, 17), (4, 30)], "layer": LLAMA, "threshold": 3},
-    "padded_graph": {"requests": [(2, 40), (2, 9)], "layer": LLAMA, "threshold": 2, "padding": 2, "padded_tokens": 4},
-    "cross_attention": {"requests": [(1, 37), (1, 60), (4, 37), (9, 60)], "layer": LLAMA, "causal": False},
-    "images": {"requests": MIXED, "layer": LLAMA, "images": {2: [(3, 9), (12, 18)], 3: [(40, 46)], 0: [(4, 20)]}},
-    "images_and_window": {
-        "requests": MIXED,
-        "layer": Layer(4, 64, 0.125, 2, window_left=4, sinks=True),
-        "images": {2: [(1, 17)], 3: [(45, 48)]},
-    },
-    "images_within_the_window": {
-        "requests": [(30, 40), (20, 20)],
-        "layer": Layer(4, 64, 0.125, 2, window_left=4, soft_cap=3.0),
-        "images": {0: [(11, 30)], 1: [(0, 19)]},
-        "clamps_ranges": True,
-    },
-    "images_of_earlier_steps": {"requests": MIXED, "layer": LLAMA, "images": {3: [(4, 30)]}},
+    "mixed": step(),
+    "hnd_window": step(layer={"window_left": 8}, memory_order="HND"),
+    "soft_cap": step(layer={"scale": 0.5, "soft_cap": 3.0}),
+    "alibi": step(layer={"alibi": True}, slopes=(0.25, 0.0625, 2**-6, 2**-8)),
+    "sinks": step(layer={"sinks": True}, memory_order="HND"),
+    "only_decodes": step([(1, 33), (1, 1), (1, 16)], Layer(8, 128, 0.1, 1)),
+    "only_prefills": step([(9, 9), (40, 41)], block_size=32),
+    "drafts": step([(3, 40), (3, 3), (3, 17)], threshold=3),
+    "drafts_of_many_lengths": step([(3, 40), (1, 9), (2, 17), (4, 30)], threshold=3),
+    "padded_graph": step([(2, 40), (2, 9)], threshold=2, padding=2, padded_tokens=4),
+    "padded_requests": step([(1, 40), (1, 9)], padding=1),
+    "cross_attention": step([(1, 37), (1, 60), (4, 37), (9, 60)], causal=False),
+    "images": step(images=IMAGES),
+    "images_and_window": step(layer={"window_left": 4, "sinks": True}, images={2: [(1, 17)], 3: [(45, 48)]}),
+    "images_within_the_window": step(
+        [(30, 40), (20, 20)],
+        layer={"window_left": 4, "soft_cap": 3.0},
+        images={0: [(11, 30)], 1: [(0, 19)]},
+        clamps_ranges=True,
+    ),
+    "images_of_earlier_steps": step(images={3: [(4, 30)]}),
     **{
-        f"{dtype}_{order}": {
-            "requests": MIXED,
-            "layer": Layer(4, 64, 0.125, 2, kv_cache_dtype=dtype),
-            "memory_order": order,
-            "scales": (0.5, 0.25),
-        }
+        f"{dtype}_{order}": step(layer={"kv_cache_dtype": dtype}, memory_order=order, scales=(0.5, 0.25))
         for dtype in ("fp8_e4m3", "fp8_e5m2")
         for order in ("NHD", "HND")
     },
-    "padded_requests": {"requests": [(1, 40), (1, 9)], "layer": LLAMA, "padding": 1},
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", STEPS)
 def test_layer_matches_the_formula(name: str, device: str) -> None:
-    Step(**STEPS[name], device=device).check()  # type: ignore[arg-type]
+    STEPS[name](device=device).check()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])
 def test_encoder_layers_match_the_formula(soft_cap: float, device: str) -> None:
     """Each token sees all tokens of its request; rows past the requests' are padding."""
@@ -113,7 +111,6 @@ def test_windows_of_tokens_that_see_later_keys_are_refused() -> None:
         Step(MIXED, LLAMA._replace(window_left=8), causal=False).check()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("memory_order", ["NHD", "HND"])
 def test_nvfp4_cache(memory_order: str, device: str) -> None:
     layer = Layer(4, 64, 0.125, 2, kv_cache_dtype="nvfp4")
@@ -162,36 +159,17 @@ def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: 
     assert len(plans) == 4
 
 
-@pytest.mark.parametrize("device", [*DEVICES, pytest.param("emulator", marks=pytest.mark.emulator)])
-@pytest.mark.parametrize("window_left", [-1, 90])
-def test_batch_invariant_layers(window_left: int, device: str) -> None:
-    """A prompt and a decode in one step have the bits of a step that computes all tokens of one request."""
-    layer = Layer(4, 64, 0.125, 2, window_left=window_left)
-    case = Step([(200, 200), (30, 60)], layer, batch_invariant=True, device="cpu" if device == "emulator" else device)
-    attention = case.attention()
-    case.fill(attention)
-    query = torch.cat(case.q).to(case.device)
-    whole = batch_invariant_output(case, attention, query, [(0, 0, 200)], device)
-    decoded = batch_invariant_output(case, attention, query, [(0, 199, 200), (1, 200, 230)], device)
-    rest = batch_invariant_output(case, attention, query, [(1, 200, 230), (0, 131, 199)], device)
-    assert torch.equal(decoded[:1], whole[199:])
-    assert torch.equal(rest[30:], whole[131:199])
-    assert torch.equal(rest[:30], decoded[1:])
-    assert_near(whole, None, [case.expected()[:200]])
-
-
-def batch_invariant_output(
-    case: Step, attention: LayerAttention, query: torch.Tensor, chunks: list[tuple[int, int, int]], device: str
-) -> torch.Tensor:
-    """Return the output of a step whose requests are chunks: index of the request, rows of `query`."""
-    ends = [end if i == 0 else case.requests[i][1] - 230 + end for i, _, end in chunks]
-    part = Step([(end - begin, n) for (_, begin, end), n in zip(chunks, ends, strict=True)], case.layer)
-    part.device, part.tables = case.device, case.tables[[i for i, _, _ in chunks]]
-    rows = torch.cat([query[begin:end] for _, begin, end in chunks])
-    out = torch.empty_like(rows)
-    with emulator.using("sm_90a") if device == "emulator" else contextlib.nullcontext():
-        attention.run(rows, case.cache, part.metadata("emulator" if device == "emulator" else "auto"), out)
-    return out
+@pytest.mark.parametrize("window_left", [-1, 8])
+def test_batch_invariant_layers_have_one_plan_without_splits(
+    window_left: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For decodes too: their bits are then those of whole requests (`tests/emulator/test_chunk_invariance.py`)."""
+    plans = noted(monkeypatch, BatchPrefillWithPagedKVCacheWrapper, "plan")
+    layer = LLAMA._replace(window_left=window_left)
+    for batch_invariant in (False, True):
+        Step(MIXED, layer, batch_invariant=batch_invariant, device=device).check()
+    planned = [(plan.kwargs["disable_split_kv"], plan.args[1].diff().tolist()) for plan in plans]
+    assert planned == [(False, [20, 7]), (True, [1, 1, 20, 7])]
 
 
 # ---- CUDA graphs
@@ -206,7 +184,6 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_writes_the_cache_and_decodes_with_what_its_replay_has(name: str, q_len: int, device: str) -> None:
@@ -314,30 +291,24 @@ def test_split(lengths: tuple[int, ...], tokens: int, threshold: int, expected: 
 
 def test_lengths_come_from_the_host_where_the_bound_is_exact() -> None:
     on_device, bound = torch.tensor([5, 9, 12], dtype=torch.int32), torch.tensor([7, 9, 12], dtype=torch.int32)
-    waits: list[int] = []
-
-    class Sync:
-        def __enter__(self) -> None:
-            waits.append(1)
-
-        def __exit__(self, *_: object) -> None: ...
+    sync = mock.MagicMock()  # a context
 
     def lengths(first: int, exact: Any, padding: int = 0) -> list[int]:
         loc = ends((2, 4, 6 - padding))
         if padding:
             loc[3] = loc[2]
-        batch = Batch(3, loc, loc, on_device, torch.zeros(3, 1, dtype=torch.int32), bound, exact, Sync)
+        batch = Batch(3, loc, loc, on_device, torch.zeros(3, 1, dtype=torch.int32), bound, exact, sync)
         return batch.lengths(first).tolist()
 
     prefilling = torch.tensor([False, True, True])
     assert lengths(1, prefilling) == [9, 12]
     assert lengths(0, True) == [7, 9, 12]
-    assert not waits
+    assert sync.call_count == 0
     assert lengths(0, prefilling) == [5, 9, 12]
     assert lengths(0, False) == [5, 9, 12]
-    assert len(waits) == 2
+    assert sync.call_count == 2
     assert lengths(1, torch.tensor([False, True, False]), padding=6) == [9, 0]  # padding has no query tokens
-    assert len(waits) == 2
+    assert sync.call_count == 2
 
 
 # ---- what is supported
@@ -361,8 +332,11 @@ def of(head_size: int, kv_cache_dtype: str = "auto", **options: Any) -> Layer:
     ],
 )
 def test_reasons(layer: Layer, dtype: torch.dtype, words: str | None) -> None:
+    """Layers that no kernel supports are refused when they are made."""
     reason = support.reason(layer, dtype, (9, 0))
     assert reason is None if words is None else words in str(reason)
+    with pytest.raises(NotImplementedError, match=words) if words else contextlib.nullcontext():
+        LayerAttention(layer, dtype, (9, 0))
 
 
 def test_compute_capabilities() -> None:
@@ -378,13 +352,6 @@ def test_which_layers_decode_without_a_plan(layer: Layer, without_plan: bool) ->
     """Sinks do not decide: a step has one plan for layers with and without, and its rows."""
     layers, gpus = (layer, layer._replace(sinks=True)), (None, (8, 0), (9, 0), (10, 0))
     assert all(support.decodes_without_plan(x, BF16, gpu) is without_plan for x in layers for gpu in gpus)
-
-
-def test_layers_that_no_kernel_supports_are_refused_when_they_are_made() -> None:
-    with pytest.raises(NotImplementedError, match="other head dimensions"):
-        LayerAttention(Layer(4, 320, 0.1, 2), BF16, (9, 0))
-    with pytest.raises(NotImplementedError, match="kv_cache_dtype must be one of"):
-        LayerAttention(Layer(4, 64, 0.1, 2, kv_cache_dtype="int4_per_token_head"), BF16, None)
 
 
 def test_slopes() -> None:

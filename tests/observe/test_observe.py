@@ -136,12 +136,11 @@ def test_a_call_that_raises_leaves_a_file(tmp_path: Path, capsys: Output) -> Non
         "cute_attn.single_prefill_with_kv_cache(q, q, q)\n"
         "cute_attn.single_prefill_with_kv_cache(q, q, q, window_left='all')\n"
     )
-    process = subprocesses.start(code, env={"CUTE_ATTN_DUMP": str(tmp_path)})
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
+    done = subprocesses.python("-c", code, CUTE_ATTN_DUMP=str(tmp_path))
+    assert done.returncode == 1
     (file,) = tmp_path.iterdir()
-    assert f"replay {file}" in err
-    assert "window_left must be an int" in err
+    assert f"replay {file}" in done.stderr
+    assert "window_left must be an int" in done.stderr
     out = printed(capsys, ["replay", str(file)], 1)
     assert "recorded error: ArgumentTypeError: window_left must be an int, got 'all'" in out
     assert "reference: raises ArgumentTypeError" in out
@@ -351,10 +350,9 @@ cute_attn.merge_state(out, torch.zeros(3, 4, device="cuda"), out, torch.zeros(3,
 
 @needs_gpu
 def test_calls_of_a_gpu_replay_there_and_on_the_emulator(tmp_path: Path, capsys: Output) -> None:
-    process = subprocesses.start(GPU_PROGRAM, env={"CUTE_ATTN_DUMP": f"{tmp_path}:all", "CUTE_ATTN_NVTX": "1"})
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    assert "run is not dumped: it is being captured in a CUDA graph" in err
+    done = subprocesses.python("-c", GPU_PROGRAM, CUTE_ATTN_DUMP=f"{tmp_path}:all", CUTE_ATTN_NVTX="1")
+    assert done.returncode == 0, done.stderr
+    assert "run is not dumped: it is being captured in a CUDA graph" in done.stderr
     files = sorted(tmp_path.iterdir(), key=lambda file: int(file.name.split("-")[3]))
     names = [file.name.split("-", 4)[4].removesuffix(".zip") for file in files]
     calls = [f"BatchDecodeWithPagedKVCacheWrapper.{name}" for name in ("__init__", "plan", "run")]

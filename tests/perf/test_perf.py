@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +34,7 @@ from tests.perf import (
     record_of,
     row_of_fakes,
 )
+from tests.support import subprocesses
 from tests.support.dense_attention import seen
 
 DTYPES = ("bfloat16", "e4m3")
@@ -394,7 +394,7 @@ def test_rows_are_selected_by_words_and_have_names_of_their_own() -> None:
 @pytest.mark.parametrize("command", ["run single-prefill", "run anchors random", "tune decode --around", "overhead"])
 def test_the_reason_is_given_without_a_gpu(command: str) -> None:
     module, *options = command.split()
-    done = subprocess.run([sys.executable, "-m", f"perf.{module}", *options], cwd=ROOT, capture_output=True, text=True)
+    done = subprocesses.python("-m", f"perf.{module}", *options)
     assert done.returncode == 2
     assert "Nothing can be measured" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,4 +1,6 @@
-"""Pictures and tables of documents: those that are committed are those that the records give."""
+"""Pictures and tables of documents: those that are committed are those that the records give. Tables, byte by byte:
+`tests/docs/test_generated.py`.
+"""
 
 from __future__ import annotations
 
@@ -134,44 +136,12 @@ def test_tables_show_the_numbers_of_their_records(results: Path) -> None:
     assert "| cute_attn, cold | 0.25 | 3.00 | 0.88 |" in (tables.cold_start_table("h100", results) or "")
 
 
-def test_host_times_stand_beside_those_of_flashinfer(tmp_path: Path) -> None:
-    environment = json.loads((tables.RESULTS / H200).read_text())["environment"]
-    for gpu, scale in (("h100", 1.0), ("h200", 2.0)):
-        timed = {
-            "single_decode_with_kv_cache": 10 * scale,
-            "batch decode wrapper, run": 20 * scale,
-            "one torch.empty": 2 * scale,
-            "FlashInfer decode, decode": 30 * scale,
-            "FlashInfer fa2, batch decode wrapper, run": 40 * scale,
-        }
-        made = record("overhead", environment, overhead={name: {"median_us": us} for name, us in timed.items()})
-        (tmp_path / f"2026-11-25_{gpu}_overhead.json").write_text(json.dumps(made))
-    shown = tables.host_table(tmp_path) or ""
-    assert "| single_decode_with_kv_cache | 10.0 | 30.0 | 20.0 | 60.0 |" in shown
-    assert "| batch decode wrapper, run | 20.0 | 40.0 | 40.0 | 80.0 |" in shown
-    assert "| one torch.empty | 2.0 | - | 4.0 | - |" in shown
-    assert tables.host_table(tmp_path / "absent") is None
-
-
-@pytest.mark.parametrize("gpu", tables.GPUS)
-def test_the_lowest_of_the_random_rows_are_shown(gpu: str) -> None:
-    """From the committed records."""
-    record = tables.find(gpu, "random_rows")
-    assert record is not None
-    _, shown = (tables.random_table() or "").split(f"NVIDIA {gpu.upper()}")
-    shown = shown.split("NVIDIA ")[0]  # GPUs may have measured the same rows
-    for section in ("random-prefill", "random-decode"):
-        rows = sorted((r for r in record["rows"] if r["section"] == section), key=lambda row: float(row["ratio"]))
-        assert f"{section}: {len(rows)} rows, geometric mean" in shown
-        shows = [f"| {tables.label(row)}, {row['unit']} |" in shown for row in rows]
-        assert shows == [True] * tables.LOWEST_ROWS + [False] * (len(rows) - tables.LOWEST_ROWS)
-
-
 def test_the_newest_record_counts(results: Path) -> None:
     path = results / "2026-12-01_h100_curves.json"
     path.write_text(json.dumps({"rows": [], "environment": {}, "command": "x"}))
     assert tables.find("h100", "curves", results) == json.loads(path.read_text())
     assert tables.find("h100", "absent", results) is None
+    assert tables.host_table(results) is None
 
 
 def test_labels_say_what_a_row_is() -> None:

@@ -64,18 +64,16 @@ def test_unknown_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_use_warns_and_logs_once() -> None:
     env = {"CUTE_ATTN_VALIDAT": "1", "CUTE_ATTN_LOGLEVEL": "info"}
-    process = subprocesses.start(SOME_CALLS, env=env)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert err.count("CUTE_ATTN_VALIDAT is no variable of cute_attn") == 1
-    assert err.count("INFO: auto: reference for cpu; q float16") == 1
+    done = subprocesses.python("-c", SOME_CALLS, **env)
+    assert done.returncode == 0
+    assert done.stderr.count("CUTE_ATTN_VALIDAT is no variable of cute_attn") == 1
+    assert done.stderr.count("INFO: auto: reference for cpu; q float16") == 1
 
 
 def test_compiles_are_logged_with_their_time(tmp_path: Path) -> None:
-    process = subprocesses.start(COMPILES, env={"DIRECTORY": str(tmp_path)})
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    _, debug, info, warning, loud = ([line for line in part.splitlines() if line] for part in err.split("level\n"))
+    done = subprocesses.python("-c", COMPILES, DIRECTORY=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    _, debug, info, warning, loud = (part.splitlines() for part in done.stderr.split("level\n"))
     assert re.search(r"INFO: compiled toy for sm_90a in \d+\.\d\d s: ", debug[0])
     assert "DEBUG: toy for sm_90a comes from the cache: " in debug[1]
     (line,) = info

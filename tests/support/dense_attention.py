@@ -11,14 +11,18 @@ import torch
 
 from tests.support.executors import CUDA, GPU_MARKS, REFERENCE, emulated
 
-# Every executor of the fixture, and the persistent kernels on the emulator.
-EVERYWHERE = [
-    pytest.param(REFERENCE, id=REFERENCE.name),
-    pytest.param(emulated("sm_80"), id="emulator-sm_80", marks=pytest.mark.emulator),
-    pytest.param(emulated("sm_90a", "fa3"), id="emulator-fa3", marks=pytest.mark.emulator),
-    pytest.param(emulated("sm_100a", "fa4"), id="emulator-fa4", marks=pytest.mark.emulator),
-    pytest.param(CUDA, id=CUDA.name, marks=GPU_MARKS),
-]
+# The fixture `executor` with the persistent kernels on the emulator.
+EVERYWHERE = pytest.mark.parametrize(
+    "executor",
+    [
+        pytest.param(REFERENCE, id=REFERENCE.name),
+        pytest.param(emulated("sm_80"), id="emulator-sm_80", marks=pytest.mark.emulator),
+        pytest.param(emulated("sm_90a", "fa3"), id="emulator-fa3", marks=pytest.mark.emulator),
+        pytest.param(emulated("sm_100a", "fa4"), id="emulator-fa4", marks=pytest.mark.emulator),
+        pytest.param(CUDA, id=CUDA.name, marks=GPU_MARKS),
+    ],
+    indirect=True,
+)
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)

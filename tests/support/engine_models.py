@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[2]
 VOCABULARY = 512
 COMMON = {
     "hidden_size": 256,
@@ -55,11 +51,3 @@ def logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         scores = model(given[None]).logits[0, :-1].double().log_softmax(-1)
     return scores.gather(1, given[1:, None])[:, 0]
-
-
-def process(module: str, *arguments: str, first_path: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a module of this checkout in a process of its own."""
-    places = (first_path, str(ROOT), os.environ.get("PYTHONPATH", ""))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -41,6 +42,7 @@ def emulated(arch: str, kernels: str = "fa2") -> Executor:
 HAS_GPU = torch.cuda.is_available()
 GPU_MARKS = (pytest.mark.gpu, pytest.mark.sm80, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device"))
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU_MARKS)]
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="inductor needs triton")
 
 
 def needs_gpu(test: Callable[..., None]) -> Callable[..., None]:

@@ -142,7 +142,8 @@ class Captured:
         batch, most = len(case.kv_lens), max(case.kv_lens)
         mask_bytes = sum(case.qo_lens) * most + batch
         self.wrapper, _ = graph_wrapper(case, device, batch * -(-most // case.page_size), mask_bytes, **arguments)
-        self.targets = [[torch.empty_like(x) for x in self.operands(each)] for _, each in self.layers_of(case, inputs)]
+        layers = [self.operands(each) for _, each in self.layers_of(case, inputs)]
+        self.targets = [[x.new_empty_strided(x.shape, x.stride()) for x in layer] for layer in layers]
         for target in itertools.chain(*self.targets):
             blank(target)
         self.arguments = run_arguments(case, inputs)

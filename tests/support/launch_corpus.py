@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import pytest
 import torch
 
 from cute_attn.dispatch import append as dispatch_append
@@ -161,14 +160,6 @@ def pretended(driver: NullDriver) -> Iterator[None]:
         calls.UNPLANNED.clear()
         yield
         calls.UNPLANNED.clear()
-
-
-@pytest.fixture
-def driver() -> Iterator[RecordingDriver]:
-    """A pretended H100."""
-    recording = RecordingDriver()
-    with pretended(recording):
-        yield recording
 
 
 def recorded(script: Script) -> list[str]:

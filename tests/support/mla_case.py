@@ -111,13 +111,21 @@ class MlaCase:
         return torch.cat(tuple(rows), dim=-1)[:, :, None]
 
     def trtllm(self, **changes: Any) -> Any:
-        """Result of the function without a plan; queries of unequal lengths come with their bounds."""
+        """Result of the function without a plan, called as vLLM does: a workspace of int8, an axis of one head in the
+        cache. Queries of unequal lengths come with their bounds.
+        """
         query, bounds = self.q, {"cum_seq_lens_q": self.qo_indptr, "max_q_len": max(self.q_lens)}
         if len(set(self.q_lens)) == 1:
             query, bounds = self.q.unflatten(0, (len(self.q_lens), -1)), {}
+        given = {
+            "query": query,
+            "kv_cache": self.cache.unsqueeze(1),
+            "workspace_buffer": self.workspace().view(torch.int8),
+        }
+        given |= {"qk_nope_head_dim": 128, "kv_lora_rank": LATENT, "qk_rope_head_dim": self.rope}
+        given |= {"block_tables": self.table, "seq_lens": self.seq_lens, "max_seq_len": max(self.kv_lens)}
         options = {"bmm1_scale": SCALE, "sinks": self.made.get("sinks"), "return_lse": True, **bounds, **changes}
-        where = (self.workspace(), 128, LATENT, self.rope, self.table, self.seq_lens, max(self.kv_lens))
-        return cute_attn.trtllm_batch_decode_with_kv_cache_mla(query, self.cache, *where, **options)
+        return cute_attn.trtllm_batch_decode_with_kv_cache_mla(**given, **options)
 
     def arrays(self, form: str = "csr", **changes: Any) -> dict[str, torch.Tensor]:
         """Where the tokens are, by the fields of `MLAPlanMetadata`; `changes`: of these."""
@@ -156,10 +164,11 @@ class MlaCase:
     def flash_mla(self, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Result under FlashMLA's names; narrow caches have rows of bytes."""
         query = self.q.unflatten(0, (len(self.q_lens), -1))
-        cache = self.byte_rows() if self.narrow else self.cache[:, :, None]
+        given = {"q": query, "k_cache": self.byte_rows() if self.narrow else self.cache[:, :, None]}
+        given |= {"block_table": self.table, "cache_seqlens": self.seq_lens, "head_dim_v": LATENT}
+        given |= dict(zip(("tile_scheduler_metadata", "num_splits"), flash_mla.get_mla_metadata(), strict=True))
         options = {"softmax_scale": SCALE, "causal": self.causal, "is_fp8_kvcache": self.narrow, **changes}
-        schedule = flash_mla.get_mla_metadata()
-        return flash_mla.flash_mla_with_kvcache(query, cache, self.table, self.seq_lens, LATENT, *schedule, **options)
+        return flash_mla.flash_mla_with_kvcache(**given, **options)
 
     def keys(self, scales: Scales) -> torch.Tensor:
         """The cache in fp64, times its scales; products with scales of groups are rounded to the queries' dtype."""

@@ -25,7 +25,6 @@ from tests.support import subprocesses
 
 PASSED = "passed"
 SECONDS = 120  # that a rank waits for another one
-ALL_SECONDS = 500  # of all cases; a GPU's kernels may have to be compiled
 
 Case = Callable[[torch.device], None]  # called by every rank
 
@@ -35,11 +34,10 @@ def run(module: str, world_size: int, device_type: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = f"{module!r}, {world_size}, {device_type!r}, {folder!r}"
         code = f"from tests.support import process_group; process_group.start_ranks({arguments})"
-        process = subprocesses.start(code, env={"OMP_NUM_THREADS": "1"})
-        _, errors = process.communicate(timeout=ALL_SECONDS)
-        assert process.returncode == 0, errors
+        done = subprocesses.python("-c", code, OMP_NUM_THREADS="1")
+        assert done.returncode == 0, done.stderr
         reports = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
-    assert len(reports) == world_size, errors
+    assert len(reports) == world_size, done.stderr
     names = list(dict.fromkeys(name for report in reports for name in report))
     return {name: _outcome([report.get(name, "not run") for report in reports]) for name in names}
 

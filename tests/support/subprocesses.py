@@ -29,16 +29,24 @@ def start(code: str, *, env: Mapping[str, str] | None = None, block: Sequence[st
     return subprocess.Popen(
         [sys.executable, "-c", (_BLOCK.format(names=tuple(block)) if block else "") + code],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": _python_path(), **(env or {})},
+        env={**os.environ, "PYTHONPATH": python_path(), **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def _python_path() -> str:
-    """The repository first, then where packages of this process come from."""
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+def python_path(first: str = "") -> str:
+    """The repository, after a path that comes before it, if any; then where packages of this process come from."""
+    return os.pathsep.join(filter(None, (first, str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+def python(*words: str, first_path: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `python` with these words, as users do."""
+    environment = {**os.environ, "PYTHONPATH": python_path(first_path), **env}
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> str:

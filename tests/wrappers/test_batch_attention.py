@@ -38,19 +38,18 @@ def made(executor: Executor, layout: str = "NHD") -> BatchAttention:
     return wrapper
 
 
-@pytest.mark.parametrize("executor", EVERYWHERE)
+@EVERYWHERE
 @pytest.mark.parametrize(("mask", "layout"), [("none", "NHD"), ("causal", "HND")])
 def test_mixed_batches(mask: str, layout: str, executor: Executor) -> None:
     case = dataclasses.replace(CASE, kv_layout=layout, cache="one")
     inputs = make(case, executor.device)
-    with executor.active():
-        wrapper = made(executor, layout)
-        half = {"q_data_type": torch.float16, "kv_data_type": torch.float16}
-        options = {"causal": mask == "causal", "logits_soft_cap": 5.0, "sm_scale": 0.2}
-        wrapper.plan(*plan_arguments(inputs), **options, **half)
-        out, lse = wrapper.run(inputs.q, *inputs.kv, logits_soft_cap=5.0)
-        given = torch.empty_like(inputs.q), torch.empty(len(inputs.q), 4, device=executor.device)
-        scaled = wrapper.run(inputs.q, *inputs.kv, *given, k_scale=0.5, v_scale=2.0)
+    wrapper = made(executor, layout)
+    half = {"q_data_type": torch.float16, "kv_data_type": torch.float16}
+    options = {"causal": mask == "causal", "logits_soft_cap": 5.0, "sm_scale": 0.2}
+    wrapper.plan(*plan_arguments(inputs), **options, **half)
+    out, lse = wrapper.run(inputs.q, *inputs.kv, logits_soft_cap=5.0)
+    given = torch.empty_like(inputs.q), torch.empty(len(inputs.q), 4, device=executor.device)
+    scaled = wrapper.run(inputs.q, *inputs.kv, *given, k_scale=0.5, v_scale=2.0)
     assert_near(out, lse, expected(inputs, mask=mask, sm_scale=0.2, logits_soft_cap=5.0))
     assert scaled[0] is given[0]
     assert scaled[1] is given[1]

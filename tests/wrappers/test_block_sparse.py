@@ -34,13 +34,11 @@ class Blocks:
 
     def keep(self, mask: bool = False, causal: bool = False) -> torch.Tensor:
         m, n, r, c = self.size
-        dense = torch.zeros(len(self.indptr) * r, n, dtype=torch.bool)
-        for row in range(len(self.indptr) - 1):
-            for block in range(int(self.indptr[row]), int(self.indptr[row + 1])):
-                column = int(self.indices[block]) * c
-                kept = self.mask[block] if mask else torch.ones(r, c, dtype=torch.bool)
-                dense[row * r : (row + 1) * r, column : column + c] = kept
-        return dense[:m].tril(n - m) if causal else dense[:m]
+        rows = torch.arange(len(self.listed)).repeat_interleave(self.indptr.diff())
+        blocks = torch.zeros(*self.listed.shape, r, c, dtype=torch.bool)
+        blocks[rows, self.indices.long()] = self.mask if mask else torch.tensor(True)
+        dense = blocks.transpose(1, 2).flatten(2).flatten(0, 1)[:m]
+        return dense.tril(n - m) if causal else dense
 
 
 def operands(m: int, n: int, heads: tuple[int, int], device: str, dtype: torch.dtype = torch.float16) -> Any:
@@ -56,7 +54,7 @@ def made(executor: Executor) -> BlockSparseAttentionWrapper:
 SIZES = [(50, 64, 16, 16), (40, 60, 7, 4), (33, 32, 1, 1), (70, 128, 64, 64)]
 
 
-@pytest.mark.parametrize("executor", EVERYWHERE)
+@EVERYWHERE
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_blocks(size: tuple[int, int, int, int], masked: bool, executor: Executor) -> None:
@@ -64,14 +62,13 @@ def test_blocks(size: tuple[int, int, int, int], masked: bool, executor: Executo
     q, k, v = operands(size[0], size[1], heads, executor.device)
     indptr, indices = blocks.indptr.to(executor.device), blocks.indices.to(executor.device)
     mask = blocks.mask.to(executor.device) if masked else None
-    with executor.active():
-        wrapper = made(executor)
-        wrapper.plan(indptr, indices, *size, *heads, DIM, mask=mask)
-        out, lse = wrapper.run(q, k, v, return_lse=True)
+    wrapper = made(executor)
+    wrapper.plan(indptr, indices, *size, *heads, DIM, mask=mask)
+    out, lse = wrapper.run(q, k, v, return_lse=True)
     assert_near(out, lse, attention(q, k, v, blocks.keep(masked)))
 
 
-@pytest.mark.parametrize("executor", EVERYWHERE)
+@EVERYWHERE
 def test_options(executor: Executor) -> None:
     """Causality counts rows and columns of the matrix; out and lse of the caller; bf16 with an output of its own."""
     size, heads = (48, 64, 8, 16), (2, 1)
@@ -80,10 +77,9 @@ def test_options(executor: Executor) -> None:
     options = {"sm_scale": 0.3, "logits_soft_cap": 4.0, "q_data_type": "bfloat16", "o_data_type": torch.bfloat16}
     out = torch.empty(size[0], heads[0], DIM, dtype=torch.bfloat16, device=executor.device)
     lse = torch.empty(size[0], heads[0], device=executor.device)
-    with executor.active():
-        wrapper = made(executor)
-        wrapper.plan(blocks.indptr, blocks.indices, *size, *heads, DIM, causal=True, **options)
-        got = wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)
+    wrapper = made(executor)
+    wrapper.plan(blocks.indptr, blocks.indices, *size, *heads, DIM, causal=True, **options)
+    got = wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)
     assert got[0] is out
     assert got[1] is lse
     assert_near(out, lse, attention(q, k, v, blocks.keep(causal=True), 0.3, 4.0))
@@ -105,14 +101,6 @@ def test_packed_masks_are_masks() -> None:
     assert torch.equal(wrapper.run(q, k, v), expected)
     assert torch.equal(wrapper.forward(q, k, v), expected)
     assert not torch.equal(wrapper.forward(q, k, v, sm_scale=0.5), expected)
-
-
-def test_the_mask_layout_goes_row_by_row() -> None:
-    indptr = torch.tensor([0, 2, 2, 3])
-    mask = torch.arange(3 * 2 * 4).reshape(3, 2, 4)
-    flat = cute_attn.convert_bsr_mask_layout(mask, indptr)
-    rows = [mask[0, 0], mask[1, 0], mask[0, 1], mask[1, 1], mask[2, 0], mask[2, 1]]
-    assert torch.equal(flat, torch.cat(rows))
 
 
 def test_fp8_takes_scales_per_head() -> None:
@@ -149,7 +137,7 @@ class Variable:
         return torch.stack([s.repeat_interleave(r, 0).repeat_interleave(c, 1) for s, r, c in heads])
 
 
-@pytest.mark.parametrize("executor", EVERYWHERE)
+@EVERYWHERE
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("unit", [1, 16])
 @pytest.mark.parametrize("group", [1, 3])
@@ -158,13 +146,12 @@ def test_variable_blocks(group: int, unit: int, causal: bool, executor: Executor
     mask, heads = Variable(m, n, kv_heads, (4, 5), unit), group * kv_heads
     q, k, v = (x.transpose(0, 1).contiguous() for x in operands(m, n, (heads, kv_heads), executor.device))
     arrays = (x.to(executor.device) for x in (mask.seen, mask.rows, mask.columns))
-    with executor.active():
-        workspace = torch.zeros(8 << 20, dtype=torch.uint8, device=executor.device)
-        wrapper = VariableBlockSparseAttentionWrapper(workspace, executor.backend)
-        wrapper.plan(*arrays, heads, kv_heads, DIM, causal=causal)
-        out, lse = wrapper.run(q, k, v, return_lse=True)
-        buffer = torch.empty(kv_heads * m, group, DIM, dtype=torch.float16, device=executor.device)
-        again = wrapper.run(q, k, v, out=buffer)
+    workspace = torch.zeros(8 << 20, dtype=torch.uint8, device=executor.device)
+    wrapper = VariableBlockSparseAttentionWrapper(workspace, executor.backend)
+    wrapper.plan(*arrays, heads, kv_heads, DIM, causal=causal)
+    out, lse = wrapper.run(q, k, v, return_lse=True)
+    buffer = torch.empty(kv_heads * m, group, DIM, dtype=torch.float16, device=executor.device)
+    again = wrapper.run(q, k, v, out=buffer)
     assert wrapper._planned().settings.page_size % unit == 0
     assert out.shape == q.shape
     keep = mask.keep().tril(n - m) if causal else mask.keep()

@@ -12,7 +12,7 @@ from cute_attn import NotSupported, emulator
 from cute_attn.emulator import Schedule
 from cute_attn.request import operands
 from tests.support.batch_case import UNEVEN, BatchCase, call, decode, dims, heads, make, paged, ragged
-from tests.support.engine_case import BF16, E4M3, Batch, Graph, Tokens, assert_close, workspace
+from tests.support.engine_case import BF16, E4M3, Batch, Tokens, assert_close, workspace
 from tests.support.executors import Executor
 from tests.support.right import assert_right
 
@@ -96,14 +96,10 @@ def test_schedules(case: BatchCase, schedule: Schedule) -> None:
 
 def planned(tokens: Tokens, backend: str) -> Any:
     made = cute_attn.BatchDecodeWithPagedKVCacheWrapper(workspace(tokens.device), backend=backend)
-    plan(made, tokens)
-    return made
-
-
-def plan(made: Any, tokens: Tokens) -> None:
     options = {"q_data_type": BF16, "kv_data_type": tokens.batch.kv_dtype}
     indices = tokens.kv_indptr, tokens.kv_indices, tokens.last_page_len
     made.plan(*indices, *tokens.batch.heads, tokens.batch.dim, tokens.batch.page_size, **options)
+    return made
 
 
 def test_runs_of_one_plan_may_differ_in_alignment(executor: Executor) -> None:
@@ -136,26 +132,3 @@ def test_other_kernels_refuse(kernels: str) -> None:
         with pytest.raises(NotSupported, match="refuses k and v of an fp8 dtype or NVFP4 with rows that start at"):
             made.run(tokens.q, tuple(map(apart, tokens.caches())))
         assert_close(made.run(tokens.q, tokens.caches()), tokens.expected(128**-0.5)[0])
-
-
-def test_captured_runs(executor: Executor) -> None:
-    """A CUDA graph holds the launch that reads such rows, and a later plan reaches it."""
-    device = executor.device
-    tokens = Tokens(Batch((1, 1), (70, 33), kv_dtype=E4M3), device)
-    shorter = Tokens(Batch((1, 1), (66, 33), kv_dtype=E4M3), device, [tokens.keys[0][:66], tokens.keys[1]])
-    shorter.values = [tokens.values[0][:66], tokens.values[1]]
-    sizes = {"paged_kv_indptr_buffer": 3, "paged_kv_indices_buffer": 16, "paged_kv_last_page_len_buffer": 2}
-    made = cute_attn.BatchDecodeWithPagedKVCacheWrapper(
-        workspace(device),
-        use_cuda_graph=True,
-        backend="fa2" if device == "cuda" else executor.backend,
-        **{name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()},
-    )
-    plan(made, tokens)
-    caches = tuple(map(apart, tokens.caches()))
-    graph = Graph(device, lambda: made.run(tokens.q, caches))
-    assert_close(graph.replay(), tokens.expected(128**-0.5)[0])
-    tokens.last_page_len = shorter.last_page_len
-    plan(made, tokens)
-    assert torch.equal(tokens.q, shorter.q)
-    assert_close(graph.replay(), shorter.expected(128**-0.5)[0])

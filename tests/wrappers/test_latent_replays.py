@@ -11,11 +11,9 @@ import torch
 
 from cute_attn import ArgumentError
 from cute_attn.wrappers import mla
-from tests.support.launch_corpus import RecordingDriver, driver, parameters
+from tests.support.launch_corpus import RecordingDriver, parameters
 from tests.support.mla_case import SCALE, MlaCase
 from tests.support.noted import noted
-
-__all__ = ["driver"]  # a fixture
 
 WORKSPACE = torch.empty(32 << 20, dtype=torch.uint8)
 

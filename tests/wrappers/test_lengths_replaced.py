@@ -17,6 +17,7 @@ from cute_attn.request.index_arrays import IndexArrays
 from tests.support.batch_case import BatchCase, call, decode, dims, heads, make, paged, plan_arguments, ragged, wrapper
 from tests.support.device_plan import DECODE, PAGED, RAGGED
 from tests.support.graphs import graph_wrapper
+from tests.support.noted import noted
 from tests.support.right import assert_planned_right, assert_right
 
 on_the_emulator = pytest.mark.emulator
@@ -97,8 +98,7 @@ MANY = {
 def test_runs_are_replayed_under_later_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With other grids and records, and page indices at other addresses and of other sizes."""
     kernels, cases = MANY[name]
-    full, problem = [], batch_run.problem
-    monkeypatch.setattr(batch_run, "problem", lambda *given: full.append(given) or problem(*given))
+    full = noted(monkeypatch, batch_run, "problem")
     with using("sm_90a", kernels=kernels, sms=16) as emulation:
         planned = new(cases[0], graph=False)
         for i, case in enumerate(cases):

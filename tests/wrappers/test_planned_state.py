@@ -25,13 +25,8 @@ from tests.support.batch_case import (
     wrapper,
 )
 from tests.support.formula import assert_batch_right
-from tests.wrappers.kinds import eager_and_graph, made_for, plan_case, run
+from tests.wrappers.kinds import IDS, KINDS, PAGED, eager_and_graph, made_for, plan_case, run
 
-PAGED = paged((5, 1, 17), (40, 3, 33), page_size=4, **heads(4, 2))
-RAGGED = ragged((5, 1, 17), (40, 3, 33), **heads(4, 2))
-DECODE = decode((40, 3, 9), page_size=4, **heads(4, 2))
-KINDS = [PAGED, RAGGED, DECODE]
-IDS = ["paged", "ragged", "decode"]
 OPTIONS = ("_sm_scale", "_window_left", "_logits_soft_cap", "_causal", "_pos_encoding_mode", "_rope_scale")
 BUFFERS = ("_qo_indptr_buf", "_kv_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_last_page_len_buf")
 
@@ -130,40 +125,34 @@ def test_index_buffers_hold_the_plan(case: BatchCase, graph: bool) -> None:
 def test_mask_buffers(graph: bool) -> None:
     made = planned(dataclasses.replace(PAGED, mask="custom"), graph)
     assert made._custom_mask_buf.dtype == torch.uint8
-    assert made._mask_indptr_buf.tolist() == [0, 25, 26, 97]
+    assert made._mask_indptr_buf.tolist() == [0, 25, 25, 96]
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
 def test_lengths_written_after_a_plan_count(inference: bool) -> None:
     """vLLM plans upper bounds and then writes the exact lengths, which only its device knows."""
-    bound, exact = PAGED, dataclasses.replace(PAGED, kv_lens=(34, 2, 33))
+    exact = (38, 1, 33)
     with torch.inference_mode(inference), torch.no_grad():
-        inputs, made = make(bound), planned(bound)
-        run(bound, inputs, made)
-        shorter = dataclasses.replace(
-            inputs,
-            requests=[
-                dataclasses.replace(r, k=r.k[:n], v=r.v[:n])
-                for r, n in zip(inputs.requests, exact.kv_lens, strict=True)
-            ],
-        )
+        inputs, made = make(PAGED), planned(PAGED)
+        run(PAGED, inputs, made)
+        requests = zip(inputs.requests, exact, strict=True)
+        shorter = [dataclasses.replace(r, k=r.k[:n], v=r.v[:n]) for r, n in requests]
         for _ in range(2):
-            made.plan(**plan_arguments(bound, inputs))
-            made._paged_kv_last_page_len_buf.copy_(torch.tensor([4, 2, 1]))
+            made.plan(**plan_arguments(PAGED, inputs))
+            made._paged_kv_last_page_len_buf.copy_(torch.tensor([2, 1, 1]))
+            results = call(PAGED, inputs, made)
             assert_batch_right(
-                dataclasses.replace(bound, kv_lens=(40, 2, 33)),
-                dataclasses.replace(shorter, requests=[inputs.requests[0], *shorter.requests[1:]]),
-                *call(bound, inputs, made),
+                dataclasses.replace(PAGED, kv_lens=exact), dataclasses.replace(inputs, requests=shorter), *results
             )
-            assert made._max_kv_len == 40
-            made._paged_kv_last_page_len_buf[0] = 2
+            assert made._max_kv_len == 38
+            made._paged_kv_last_page_len_buf[0] = 1
             made._paged_kv_last_page_len_buf[1] = 3
             before = made._planned()
             assert made._planned() is before  # unwritten copies are not scheduled again
             made._paged_kv_indptr_buf.sub_(0)
             assert made._planned() is not before
-        made.plan(**plan_arguments(bound, inputs))
-        run(bound, inputs, made)
+        made.plan(**plan_arguments(PAGED, inputs))
+        run(PAGED, inputs, made)
 
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)

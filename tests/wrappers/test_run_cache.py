@@ -1,4 +1,4 @@
-"""Runs of one plan reuse what an earlier one checked, and never anything that differs in this run."""
+"""Runs of one plan reuse what an earlier one checked, and never anything that differs in this run, or has moved."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from cute_attn.emulator.settings import using
 from cute_attn.kernels.host import gpu as gpus
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.request import batch_run
-from tests.support.batch_case import BatchCase, call, heads, make, paged, plan_arguments
+from tests.support.batch_case import BatchCase, call, decode, heads, make, paged, plan_arguments
 from tests.support.formula import assert_batch_right
-from tests.support.launch_corpus import driver
+from tests.support.launch_corpus import RecordingDriver
 from tests.support.noted import noted
 from tests.support.right import assert_right, planned
 from tests.wrappers.kinds import KINDS
-
-__all__ = ["driver"]  # a fixture
 
 PAGED = paged((5, 17), (40, 33), page_size=4, mask="causal", **heads(4, 2))
 
@@ -97,18 +95,6 @@ def test_options_of_each_run(backend: str, base: BatchCase) -> None:
 
 @pytest.mark.emulator
 @pytest.mark.usefixtures("emulated")
-def test_a_new_plan_has_no_cached_runs(full_checks: list[Any]) -> None:
-    made, inputs = planned(PAGED, backend="emulator")
-    for change in ({}, {"window_left": 3}, {"mask": "none"}, {}):
-        case = dataclasses.replace(PAGED, **change)
-        made.plan(**plan_arguments(case, inputs))
-        for _ in range(2):
-            assert_right(case, inputs, *call(case, inputs, made))
-    assert len(full_checks) == 4
-
-
-@pytest.mark.emulator
-@pytest.mark.usefixtures("emulated")
 def test_a_plan_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The previous plan stays in force, with its records."""
     made, inputs = planned(PAGED, backend="emulator")
@@ -124,3 +110,24 @@ def test_a_plan_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RuntimeError, match="no kernel"):
             made.plan(**arguments)
     assert_right(PAGED, inputs, *call(PAGED, inputs, made))
+
+
+@pytest.mark.parametrize("backend", ["xqa", "fa2"])
+def test_launches_get_the_addresses_of_now(backend: str, driver: RecordingDriver) -> None:
+    """Runs read page numbers and write partial results where a caller's tensor is now: it may move in place."""
+    case = decode((51, 53), **heads(4, 1))
+    made, inputs = planned(case, backend=backend)
+    workspace, arguments = made._float_workspace_buffer, plan_arguments(case, inputs)
+    for moved in (None, arguments["indices"], workspace):
+        for _ in range(3):
+            made.plan(**arguments)
+            call(case, inputs, made)
+        if moved is not None:
+            moved.resize_(4 * moved.numel())
+            call(case, inputs, made)
+        values = driver.recorded[-1].values
+        read = {"kv_indices": arguments["indices"]}
+        if backend == "xqa":
+            read = {"table": arguments["indices"], "partials": made._workspace}
+        for field, tensor in read.items():
+            assert int.from_bytes(values[field], "little") == tensor.data_ptr()

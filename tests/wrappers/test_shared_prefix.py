@@ -16,7 +16,6 @@ from cute_attn import (
 from tests.support.batch_case import heads, make, paged
 from tests.support.dense_attention import assert_near, attention, random, seen
 from tests.support.engine_case import workspace
-from tests.support.executors import DEVICES
 
 STEP, QO, KV = (1, 1, 1), (3, 1, 5), (9, 1, 6)
 SIZES = 4, 2, 64, 4
@@ -43,39 +42,33 @@ class Batch:
         return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+FORMS = pytest.mark.parametrize(
+    ("plan", "run", "dtype"), [("begin_forward", "forward", "float16"), ("plan", "run", "bfloat16")]
+)
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("forms", [("begin_forward", "forward"), ("plan", "run")])
-def test_decode(forms: tuple[str, str], layout: str, device: str) -> None:
-    batch = Batch(STEP, device, layout)
+@FORMS
+def test_decode(plan: str, run: str, dtype: str, layout: str, device: str) -> None:
+    batch = Batch(STEP, device, layout, dtype)
     wrapper = BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(device), layout)
-    getattr(wrapper, forms[0])(*batch.pages, *SIZES)
-    out = getattr(wrapper, forms[1])(*batch.given)
-    assert_near(out, None, batch.expected())
+    getattr(wrapper, plan)(*batch.pages, *SIZES, data_type=dtype)
+    assert_near(getattr(wrapper, run)(*batch.given), None, batch.expected())
     wrapper.end_forward()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(("causal", "sm_scale"), [(False, None), (True, 0.3)])
-def test_prefill(causal: bool, sm_scale: float | None, layout: str, device: str) -> None:
-    batch = Batch(QO, device, layout)
+@FORMS
+def test_prefill(
+    plan: str, run: str, dtype: str, causal: bool, sm_scale: float | None, layout: str, device: str
+) -> None:
+    batch = Batch(QO, device, layout, dtype)
     wrapper = BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device), layout)
-    wrapper.begin_forward(batch.qo_indptr, *batch.pages, *SIZES)
+    getattr(wrapper, plan)(batch.qo_indptr, *batch.pages, *SIZES, q_data_type=getattr(torch, dtype))
     wrapper.prewarm_paged_kv_stride_variant()
-    out = wrapper.forward(*batch.given, causal=causal, sm_scale=sm_scale)
+    out = getattr(wrapper, run)(*batch.given, causal=causal, sm_scale=sm_scale)
     assert_near(out, None, batch.expected(causal, sm_scale))
-
-
-def test_other_dtypes() -> None:
-    batch = Batch(STEP, dtype="bfloat16")
-    wrapper = BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace("cpu"))
-    wrapper.begin_forward(*batch.pages, *SIZES, data_type="bfloat16")
-    assert_near(wrapper.forward(*batch.given), None, batch.expected())
-    batch = Batch(QO, dtype="bfloat16")
-    prefill = BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace("cpu"))
-    prefill.plan(batch.qo_indptr, *batch.pages, *SIZES, q_data_type=torch.bfloat16)
-    assert_near(prefill.run(*batch.given), None, batch.expected())
 
 
 def test_errors_and_workspaces() -> None:

@@ -16,10 +16,7 @@ from cute_attn.request import operands as request_operands
 from cute_attn.request import single
 from cute_attn.wrappers import calls
 from tests.support.case import shifted
-from tests.support.launch_corpus import driver
 from tests.support.noted import noted
-
-__all__ = ["driver"]  # a fixture
 
 HEADS, HEAD_DIM = (4, 2), 64
 

@@ -19,9 +19,9 @@ from cute_attn import (
 )
 from tests.support.batch_case import BatchInputs, heads, make, paged, ragged
 from tests.support.dense_attention import EVERYWHERE, assert_near
-from tests.support.executors import CUDA, REFERENCE, Executor, needs_gpu
+from tests.support.engine_case import Graph
+from tests.support.executors import CUDA, REFERENCE, Executor
 from tests.support.formula import batch_formula
-from tests.support.graphs import cuda_graph
 
 CASE = paged((5, 1, 9), (30, 17, 9), page_size=8, mask="causal", sinks=True, **heads(4, 2))
 RAGGED = ragged(CASE.qo_lens, CASE.kv_lens, mask="causal", sinks=True, **heads(4, 2))
@@ -51,18 +51,17 @@ def made(executor: Executor, **options: Any) -> BatchAttentionWithAttentionSinkW
     return BatchAttentionWithAttentionSinkWrapper(workspace, backend=executor.backend, **{**MADE_FOR, **options})
 
 
-@pytest.mark.parametrize("executor", EVERYWHERE)
+@EVERYWHERE
 @pytest.mark.parametrize("window", [-1, 11])
 def test_sinks_and_scale_follow_the_cache(window: int, executor: Executor) -> None:
     inputs = make(CASE, executor.device)
     given = inputs.q, *inputs.kv, inputs.sinks
-    with executor.active():
-        wrapper = made(executor, window_left=window)
-        wrapper.plan(*index(inputs), *SIZES, window_left=window, sm_scale=0.3, **PLAN)
-        out, lse = wrapper.run(*given, 0.2, return_lse=True)
-        planned = wrapper.run(*given)
-        buffer = torch.empty_like(inputs.q)
-        doubled = wrapper.run(*given, 0.3, v_scale=2.0, out=buffer)
+    wrapper = made(executor, window_left=window)
+    wrapper.plan(*index(inputs), *SIZES, window_left=window, sm_scale=0.3, **PLAN)
+    out, lse = wrapper.run(*given, 0.2, return_lse=True)
+    planned = wrapper.run(*given)
+    buffer = torch.empty_like(inputs.q)
+    doubled = wrapper.run(*given, 0.3, v_scale=2.0, out=buffer)
     assert_near(out, lse, expected(0.2, window_left=window))
     assert_near(planned, None, expected(0.3, window_left=window))
     assert doubled is buffer
@@ -83,13 +82,23 @@ def test_another_scale_is_no_other_plan() -> None:
     assert_near(wrapper.run(*tensors, sinks, 1 / 24, q_scale=tiny, k_scale=2.0**24), None, expected(1 / 24))
 
 
-def test_scales_change_with_fixed_buffers() -> None:
-    """CUDA-graph mode: plans with other lengths, and runs with other scales, keep addresses and options."""
-    wrapper = made(REFERENCE, use_cuda_graph=True, **dict(zip(BUFFERS, map(torch.zeros_like, index()), strict=True)))
-    for last, sm_scale in ((torch.tensor([1, 1, 1]), 0.4), (INPUTS.last_page_len, 0.2), (INPUTS.last_page_len, 0.7)):
-        wrapper.plan(*index()[:3], last, 4, 2, np.int64(64), 8, **PLAN)
-        out = wrapper.run(INPUTS.q, *INPUTS.kv, INPUTS.sinks, sm_scale)
-    assert_near(out, None, expected(0.7))
+def test_scales_change_with_fixed_buffers(device: str) -> None:
+    """CUDA-graph mode: plans with other lengths, and runs with other scales than the planned one, keep addresses and
+    options; a captured run keeps its scale.
+    """
+    inputs = make(CASE, device)
+    buffers = dict(zip(BUFFERS, (torch.zeros_like(x, device=device) for x in index()), strict=True))
+    wrapper = made(CUDA if device == "cuda" else REFERENCE, use_cuda_graph=True, **buffers)
+
+    def run(sm_scale: float) -> torch.Tensor:
+        return wrapper.run(inputs.q, *inputs.kv, inputs.sinks, sm_scale)
+
+    wrapper.plan(*index()[:3], torch.tensor([1, 1, 1]), 4, 2, np.int64(64), 8, **PLAN)
+    run(0.4)
+    graph = Graph(device, lambda: run(0.2))
+    wrapper.plan(*index(), *SIZES, **PLAN)
+    assert_near(graph.replay(), None, expected(0.2))
+    assert_near(run(0.7), None, expected(0.7))
 
 
 @pytest.mark.parametrize("kind", [tuple, list])
@@ -130,18 +139,3 @@ def test_bad_runs_are_named() -> None:
     wrapper.plan(*index(), *SIZES, sm_scale=0, **PLAN)
     with pytest.raises(ArgumentError, match=r"sm_scale of plan.* must not be 0"):
         wrapper.run(*tensors, sinks, 0.2)
-
-
-@needs_gpu
-def test_a_captured_run_keeps_its_scale() -> None:
-    """A run with another scale than the planned one is captured, and replayed with other lengths."""
-    inputs = make(CASE, "cuda")
-    buffers = dict(zip(BUFFERS, (torch.zeros_like(x, device="cuda") for x in index()), strict=True))
-    wrapper, given = made(CUDA, use_cuda_graph=True, **buffers), (inputs.q, *inputs.kv, inputs.sinks, 0.2)
-    wrapper.plan(*index()[:3], torch.tensor([1, 1, 1]), *SIZES, **PLAN)
-    out = torch.empty_like(inputs.q)
-    wrapper.run(*given, out=out)
-    _, replay = cuda_graph(lambda: wrapper.run(*given, out=out))
-    wrapper.plan(*index(), *SIZES, **PLAN)
-    replay()
-    assert_near(out, None, expected(0.2))

@@ -14,10 +14,8 @@ from cute_attn.wrappers import calls
 from cute_attn.xqa import decode as xqa_decode
 from tests.support.dense_attention import decoded
 from tests.support.entry_points import ENTRIES, WORKSPACE_BYTES, Call, randn, zeros
-from tests.support.launch_corpus import RecordingDriver, driver, pretended
+from tests.support.launch_corpus import RecordingDriver, pretended
 from tests.support.noted import noted
-
-__all__ = ["driver"]  # a fixture
 
 
 @pytest.fixture(params=["xqa", "trtllm"])
