@@ -353,7 +353,7 @@ def state_addresses(backend: CuteAttnBackend) -> list[int]:
         used = [x for x in (*step.tables, step.seq_lens, step.mask) if x is not None]
     else:
         names = "_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf"
-        used = [getattr(wrapper, name) for wrapper in step._wrappers.values() for name in names]
+        used = [getattr(wrapper, name) for wrapper in step.plans.wrappers.values() for name in names]
     if backend._window_loc is not None:
         used.append(backend._window_loc)
     return [x.data_ptr() for x in used]

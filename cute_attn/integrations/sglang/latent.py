@@ -4,6 +4,7 @@ values that the model has decompressed. Needs torch alone.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from cute_attn.integrations import workspaces
 from cute_attn.integrations.sglang.metadata import LayerKind, Scale
 from cute_attn.integrations.sglang.tables import TableStep
+from cute_attn.integrations.step_plans import StepPlans
 from cute_attn.mla import trtllm_batch_decode_with_kv_cache_mla
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request.index_arrays import bounds, int32
@@ -39,8 +41,7 @@ class LatentAttention:
 
     def __init__(self, device: torch.device | str) -> None:
         self._workspace = torch.empty(workspaces.BYTES, dtype=torch.uint8, device=device)
-        self._ragged = BatchPrefillWithRaggedKVCacheWrapper(self._workspace)
-        self._planned: tuple[TableStep, LayerKind] | None = None
+        self._prompts = StepPlans(lambda _: BatchPrefillWithRaggedKVCacheWrapper(self._workspace))
 
     def run_rows(
         self, step: TableStep, kind: LayerKind, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, scale: Scale
@@ -78,20 +79,8 @@ class LatentAttention:
 
         `rows`: q and k `[num_tokens, heads, 192]`, v `[num_tokens, heads, 128]`. The first layer of a step plans.
         """
-        assert step.starts_cpu is not None, "SGLang decompresses keys in extends only"
-        q, k, v = rows
-        planned = self._planned
-        if planned is None or planned[0] is not step or planned[1] != kind:
-            self._ragged.plan(
-                step.starts_cpu,
-                step.starts_cpu,
-                kind.num_qo_heads,
-                kind.num_qo_heads,
-                q.shape[-1],
-                v.shape[-1],
-                causal=True,
-                sm_scale=kind.sm_scale,
-                q_data_type=q.dtype,
-            )
-            self._planned = step, kind
-        self._ragged.run(q, k, v, out=out)
+        starts, (q, k, v), heads = step.starts_cpu, rows, kind.num_qo_heads
+        assert starts is not None, "SGLang decompresses keys in extends only"
+        options = {"causal": True, "sm_scale": kind.sm_scale, "q_data_type": q.dtype}
+        plan = operator.methodcaller("plan", starts, starts, heads, heads, q.shape[-1], v.shape[-1], **options)
+        self._prompts.of(kind, step, plan).run(q, k, v, out=out)

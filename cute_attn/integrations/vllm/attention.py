@@ -104,12 +104,12 @@ class LayerAttention:
             self._decode(query, caches, step, output, (k_scale, v_scale))
         if not (step.has_prefills or self.plans_decode):
             return
-        session = step.planned(self._type, self.plans_decode)
-        rows, window_left, options = session.rows, self.layer.window_left, {}
-        if session.ranges is not None:
-            options = {"bidirectional_ranges": session.ranges, "causal_window_left": window_left}
+        wrapper, rows, ranges = step.planned(self._type, self.plans_decode)
+        window_left, options = self.layer.window_left, {}
+        if ranges is not None:
+            options = {"bidirectional_ranges": ranges, "causal_window_left": window_left}
             options["range_window_left"] = window_left + 1 if clamps_ranges else -1
-        session.wrapper.run(
+        wrapper.run(
             query[rows],
             caches.pair,
             q_scale=self.layer.scale,
@@ -185,6 +185,5 @@ class EncoderAttention:
         past the step's tokens are padding.
         """
         kind = LayerType.of(self.layer, 0, query.dtype, query.dtype, self.batch_invariant)
-        session = step.planned(kind, decodes_too=True)
-        rows = session.rows
-        session.wrapper.run(query[rows], key[rows], value[rows], q_scale=self.layer.scale, out=output[rows])
+        wrapper, rows, _ = step.planned(kind, decodes_too=True)
+        wrapper.run(query[rows], key[rows], value[rows], q_scale=self.layer.scale, out=output[rows])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cute_attn.integrations.step_plans import StepPlans
 from cute_attn.integrations.vllm.metadata import Decodes
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request import checks
@@ -91,13 +92,11 @@ class LatentPrefills:
     """
 
     def __init__(self, workspace: torch.Tensor, **options: Any) -> None:
-        self._workspace, self._options = workspace, options
-        self._wrappers: dict[int | None, BatchPrefillWithRaggedKVCacheWrapper] = {}  # by chunk; None: the new tokens
-        self._planned: set[int | None] = set()
+        self._options = options
+        self._plans = StepPlans(lambda _: BatchPrefillWithRaggedKVCacheWrapper(workspace))  # by number of a chunk
 
     def begin(self, query_lens: torch.Tensor) -> None:
         """Take the new tokens of each request of the next step, integers `[num_reqs]` on the host."""
-        self._planned.clear()
         self._starts = int32(bounds(query_lens.numpy()))
 
     def run(
@@ -117,14 +116,12 @@ class LatentPrefills:
         chunk : vLLM's description of a chunk, whose arrays are on the device; None: the new tokens.
         """
         q, k, v = rows
-        index = None if chunk is None else chunk.index
-        if index not in self._wrappers:
-            self._wrappers[index] = BatchPrefillWithRaggedKVCacheWrapper(self._workspace)
-        wrapper = self._wrappers[index]
-        if index not in self._planned:
+
+        def plan(wrapper: BatchPrefillWithRaggedKVCacheWrapper) -> None:
             rows_q, rows_k = (self._starts,) * 2 if chunk is None else (chunk.query_start_loc, chunk.cu_seq_lens)
             wrapper.plan(rows_q, rows_k, causal=chunk is None, q_data_type=q.dtype, lse_base="ln", **self._options)
-            self._planned.add(index)
+
+        wrapper = self._plans.of(None if chunk is None else chunk.index, self._starts, plan)
         if not return_lse:
             return wrapper.run(q, k, v, out=out)
         found, lse = wrapper.run(q, k, v, out=out, return_lse=True)
