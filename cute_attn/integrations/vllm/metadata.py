@@ -147,19 +147,14 @@ class Batch:
         return np.where(used, lengths, 0).astype(np.int64)
 
 
-class Pages(NamedTuple):
-    """Index arrays of a plan: on the host but for `indices`, or all on the device."""
-
-    qo_indptr: torch.Tensor
-    kv_indptr: torch.Tensor
-    indices: torch.Tensor
-    last_page_len: torch.Tensor
+# Index arrays of a plan: qo_indptr, kv_indptr, page numbers, last_page_len.
+Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def pages(batch: Batch, first: int, page_size: int) -> Pages:
-    """Return the index arrays of the requests from `first` on.
+    """Return the index arrays of the requests from `first` on: on the host, but for the page numbers.
 
-    The page numbers are gathered from the block table on the device: positions go there in one copy from pinned memory,
+    These are gathered from the block table on the device: positions go there in one copy from pinned memory,
     and nothing waits.
     """
     lengths = batch.lengths(first)
@@ -172,12 +167,8 @@ def pages(batch: Batch, first: int, page_size: int) -> Pages:
         where = where.pin_memory().to(tables.device, non_blocking=True)
     indices = tables.view(-1).index_select(0, where)
     starts = batch.query_start_loc_cpu[first : batch.num_reqs + 1]
-    return Pages(
-        starts - starts[0],
-        int32(bounds(counts)),
-        indices,
-        int32(last_page_len(lengths, counts, page_size)),
-    )
+    last = last_page_len(lengths, counts, page_size)
+    return starts - starts[0], int32(bounds(counts)), indices, int32(last)
 
 
 def device_pages(batch: Batch, q_len: int, page_size: int) -> Pages:
@@ -195,7 +186,7 @@ def device_pages(batch: Batch, q_len: int, page_size: int) -> Pages:
     indices = lengths.new_zeros(count * width + 1)
     indices.scatter_(0, place.flatten().long(), batch.block_table[:count].flatten())
     qo_indptr = torch.arange(0, count * q_len + 1, q_len, dtype=torch.int32, device=lengths.device)
-    return Pages(qo_indptr, kv_indptr, indices, lengths - (counts - 1).clamp_min(0) * page_size)
+    return qo_indptr, kv_indptr, indices, lengths - (counts - 1).clamp_min(0) * page_size
 
 
 def token_ranges(batch: Batch, first: int, spans: Spans) -> torch.Tensor | None:

@@ -128,20 +128,9 @@ class CuteAttnMLABackend(OnKernels, MLACommonBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = list(HALF)
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(latent.CACHE_DTYPES)
 
-    @staticmethod
-    def get_name() -> str:
-        """Return the name under which vLLM's registry has the backend."""
-        return MLA_NAME
-
-    @staticmethod
-    def get_impl_cls() -> type[CuteAttnMLAImpl]:
-        """Return the class of a layer's attention."""
-        return CuteAttnMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CuteAttnMLAMetadataBuilder]:
-        """Return the class that builds the metadata of a step."""
-        return CuteAttnMLAMetadataBuilder
+    get_name = staticmethod(lambda: MLA_NAME)
+    get_impl_cls = staticmethod(lambda: CuteAttnMLAImpl)
+    get_builder_cls = staticmethod(lambda: CuteAttnMLAMetadataBuilder)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
