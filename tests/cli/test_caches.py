@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -210,9 +211,13 @@ def test_an_interruption_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         arguments[-1](COMBINE[0], "sm_90a", None)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(artifacts, "write_bundle", interrupted)
-    argv = ["bundle", str(tmp_path / "bundle"), "--arch", "sm_90a", *(f"--spec={spec.key()}" for spec in COMBINE)]
+    monkeypatch.setattr(artifacts, "get_many", interrupted)
+    argv = ["bundle", str(tmp_path), "--arch", "sm_90a", *(f"--spec={spec.key()}" for spec in COMBINE)]
     assert "interrupted after 1 of 2 kernels: the same command goes on" in printed(capsys, argv, 130)
+    (tmp_path / "manifest.json").write_text("{}")  # refused before anything is compiled
+    assert main(argv) == 1
+    assert re.search(r"no bundle written: .*manifest\.json is not one of a bundle", capsys.readouterr().err)
+    assert (tmp_path / "manifest.json").read_text() == "{}"
 
 
 WORKERS = """
