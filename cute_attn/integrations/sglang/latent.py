@@ -4,22 +4,14 @@ values that the model has decompressed. Needs torch alone.
 
 from __future__ import annotations
 
-import operator
-from typing import Any
-
 import numpy as np
 import torch
 
-from cute_attn.integrations import workspaces
+from cute_attn.integrations import latent, workspaces
+from cute_attn.integrations.latent import LatentDecodes, LatentPrefills
 from cute_attn.integrations.sglang.metadata import LayerKind, Scale
 from cute_attn.integrations.sglang.tables import TableStep
-from cute_attn.integrations.step_plans import StepPlans
-from cute_attn.mla import trtllm_batch_decode_with_kv_cache_mla
-from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request.index_arrays import bounds, int32
-from cute_attn.request.mla import LATENT, ROPE
-
-NOPE = 128  # columns of keys before absorption, which change nothing
 
 
 def extended(step: TableStep, q_lens: list[int]) -> TableStep:
@@ -32,16 +24,11 @@ def extended(step: TableStep, q_lens: list[int]) -> TableStep:
 
 
 class LatentAttention:
-    """Attention of batches of a model.
-
-    Parameters
-    ----------
-    device : of the pool.
-    """
+    """Attention of batches of a model. `device`: of the pool."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._workspace = torch.empty(workspaces.BYTES, dtype=torch.uint8, device=device)
-        self._prompts = StepPlans(lambda _: BatchPrefillWithRaggedKVCacheWrapper(self._workspace))
+        self._prefills = LatentPrefills(self._workspace)
 
     def run_rows(
         self, step: TableStep, kind: LayerKind, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, scale: Scale
@@ -51,26 +38,9 @@ class LatentAttention:
         `q`: absorbed queries `[num_tokens, heads, 576]`. `cache`: `[pages, page_size, 576]`. `scale`: what rows of 8
         bits are multiplied by; None: 1.
         """
-        of_queries: dict[str, Any] = {}
-        if step.starts is None:
-            q, out = (x.unflatten(0, (-1, step.q_len)) for x in (q, out))
-        else:
-            of_queries = {"cum_seq_lens_q": step.starts, "max_q_len": step.q_len}
-        trtllm_batch_decode_with_kv_cache_mla(
-            q,
-            cache,
-            self._workspace,
-            NOPE,
-            LATENT,
-            ROPE,
-            step.tables[0],
-            step.seq_lens,
-            step.tables[0].shape[1] * cache.shape[1],
-            out=out,
-            bmm1_scale=kind.sm_scale if scale is None else kind.sm_scale * scale,
-            bmm2_scale=1.0 if scale is None else scale,
-            **of_queries,
-        )
+        where = step.tables[0], step.seq_lens, step.starts
+        decodes = LatentDecodes(step.num_tokens, step.q_len, *where, self._workspace)
+        latent.decode(q, cache, decodes, kind.sm_scale, 1.0 if scale is None else scale, out=out)
 
     def run_new(
         self, step: TableStep, kind: LayerKind, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], out: torch.Tensor
@@ -79,8 +49,5 @@ class LatentAttention:
 
         `rows`: q and k `[num_tokens, heads, 192]`, v `[num_tokens, heads, 128]`. The first layer of a step plans.
         """
-        starts, (q, k, v), heads = step.starts_cpu, rows, kind.num_qo_heads
-        assert starts is not None, "SGLang decompresses keys in extends only"
-        options = {"causal": True, "sm_scale": kind.sm_scale, "q_data_type": q.dtype}
-        plan = operator.methodcaller("plan", starts, starts, heads, heads, q.shape[-1], v.shape[-1], **options)
-        self._prompts.of(kind, step, plan).run(q, k, v, out=out)
+        assert step.starts_cpu is not None, "SGLang decompresses keys in extends only"
+        self._prefills.run(step.starts_cpu, rows, kind.sm_scale, out)
