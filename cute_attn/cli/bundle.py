@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cute_attn.cli import specs, warmup, warmup_shapes
+from cute_attn.cli import specs, warmup
 from cute_attn.cli.terminal import format_bytes, format_seconds
 from cute_attn.errors import ArgumentError
 from cute_attn.runtime import bundle
@@ -38,7 +38,7 @@ def selected(options: argparse.Namespace) -> dict[str, list[KernelSpec]]:
         return specs.selected(options)
     if options.spec:
         raise ArgumentError("--spec must not be given with the options of a model")
-    found, refused = warmup.of_model(options, warmup_shapes.shapes(options), specs.targets(options.arch))
+    found, refused = warmup.of_model(options, warmup.shapes_of(options), specs.targets(options.arch))
     for line in refused:
         print(f"no backend: {line}", file=sys.stderr)
     if not any(found.values()):

@@ -14,7 +14,7 @@ from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.latent import LatentAttention, extended
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind
-from cute_attn.integrations.sglang.tables import TableStep
+from cute_attn.integrations.sglang.steps import TableStep
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from tests.support.executors import DEVICES
 from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase, newest

@@ -18,11 +18,10 @@ import torch
 import cute_attn.integrations.sglang as plugin
 from cute_attn import emulator
 from cute_attn.errors import NotSupported
-from cute_attn.integrations.sglang import limits, planned, tables
+from cute_attn.integrations.sglang import limits, steps
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
-from cute_attn.integrations.sglang.planned import PlannedAttention
-from cute_attn.integrations.sglang.tables import GraphTables, Operands, TableStep, attend
+from cute_attn.integrations.sglang.steps import GraphTables, Operands, PlannedAttention, TableStep, attend
 from cute_attn.integrations.workspaces import Workspaces
 from tests.support.engine_case import Graph
 from tests.support.executors import GPU_MARKS
@@ -160,7 +159,7 @@ def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) 
 
 def test_deterministic_plans_forbid_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits would make results depend on the rest of the batch."""
-    plans = noted(monkeypatch, planned.BatchPrefillWithPagedKVCacheWrapper, "plan")
+    plans = noted(monkeypatch, steps.BatchPrefillWithPagedKVCacheWrapper, "plan")
     for deterministic in (False, True):
         form = SERVER._replace(page_size=16, deterministic=deterministic)
         for decode, q_lens in ((False, [3, 1]), (True, [1, 1])):
@@ -197,8 +196,8 @@ def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool, dev
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_decode_on_a_kernel(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel reads the pool through its views; table entries past a request's keys are -1."""
-    decode = functools.partial(tables.xqa_batch_decode_with_kv_cache, backend="emulator")
-    monkeypatch.setattr(tables, "xqa_batch_decode_with_kv_cache", decode)
+    decode = functools.partial(steps.xqa_batch_decode_with_kv_cache, backend="emulator")
+    monkeypatch.setattr(steps, "xqa_batch_decode_with_kv_cache", decode)
     server, kind = Server(page_size, [37, 5]), KINDS["window"]
     attention = by_tables("cpu")
     step = TableStep([PageTables(server.slots, page_size).block_tables(server.requests)], server.seq_lens.int())

@@ -10,7 +10,7 @@ import torch
 
 from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, lengths
-from cute_attn.integrations.sglang.planned import PlannedAttention
+from cute_attn.integrations.sglang.steps import PlannedAttention
 from tests.support.engine_case import Batch, Tokens
 
 BF16 = torch.bfloat16

@@ -20,8 +20,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_m
 
 from cute_attn.integrations.sglang.base import PagedBackend, drafts_of
 from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, PageTables, as_pages, draft_mask, lengths
-from cute_attn.integrations.sglang.planned import PlannedAttention
-from cute_attn.integrations.sglang.tables import Operands, TableStep, attend
+from cute_attn.integrations.sglang.steps import Operands, PlannedAttention, TableStep, attend
 from cute_attn.integrations.workspaces import Workspaces
 from cute_attn.runtime import capture
 

@@ -10,7 +10,7 @@ import torch
 from cute_attn.integrations import latent, workspaces
 from cute_attn.integrations.latent import LatentDecodes, LatentPrefills
 from cute_attn.integrations.sglang.metadata import LayerKind, Scale
-from cute_attn.integrations.sglang.tables import TableStep
+from cute_attn.integrations.sglang.steps import TableStep
 from cute_attn.request.index_arrays import bounds, int32
 
 

@@ -14,7 +14,7 @@ from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.base import PagedBackend, refuse_arguments
 from cute_attn.integrations.sglang.latent import LatentAttention, extended
 from cute_attn.integrations.sglang.metadata import as_pages
-from cute_attn.integrations.sglang.tables import Operands, TableStep
+from cute_attn.integrations.sglang.steps import Operands, TableStep
 
 
 class CuteAttnMLABackend(PagedBackend):

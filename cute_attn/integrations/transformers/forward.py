@@ -15,8 +15,7 @@ from cute_attn.errors import ArgumentError
 from cute_attn.integrations import workspaces
 from cute_attn.integrations.transformers import checks, descriptors, plans
 from cute_attn.integrations.transformers.descriptors import Rows, Run
-from cute_attn.integrations.transformers.pages import token_pages
-from cute_attn.integrations.transformers.plans import Operands
+from cute_attn.integrations.transformers.plans import Operands, token_pages
 
 T = TypeVar("T")
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from cute_attn.integrations.transformers import checks, descriptors, forward
-from cute_attn.integrations.transformers.pages import token_pages
-from cute_attn.integrations.transformers.plans import Operands
+from cute_attn.integrations.transformers.plans import Operands, token_pages
 
 NAMESPACE = "cute_attn_transformers"
 
