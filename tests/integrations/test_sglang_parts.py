@@ -20,7 +20,7 @@ from cute_attn import emulator
 from cute_attn.errors import NotSupported
 from cute_attn.integrations.sglang import limits, steps
 from cute_attn.integrations.sglang.limits import ServerFacts
-from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
+from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask
 from cute_attn.integrations.sglang.steps import GraphTables, Operands, PlannedAttention, TableStep, attend
 from cute_attn.integrations.workspaces import Workspaces
 from tests.support.engine_case import Graph
@@ -45,7 +45,7 @@ SERVER = ServerFacts(BF16, BF16)
 LAYER = Layer()
 
 
-# ---- tables and lengths
+# ---- tables
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -70,15 +70,6 @@ def test_page_tables(page_size: int) -> None:
         flat = pages.page_indices(server.requests, server.seq_lens, sum(map(len, expected)))
         assert flat.dtype == torch.int32
         assert flat.tolist() == list(itertools.chain(*moved))
-
-
-def test_lengths() -> None:
-    found = lengths([3, 1, 0, 16], torch.tensor([20, 16, 0, 33]), 16)
-    assert found.qo_indptr.tolist() == [0, 3, 4, 4, 20]
-    assert found.kv_indptr.tolist() == [0, 2, 3, 3, 6]
-    assert found.last_page_len.tolist() == [4, 16, 0, 1]
-    assert (found.num_tokens, found.num_pages) == (20, 6)
-    assert all(x.dtype == torch.int32 for x in found[:3])
 
 
 def test_pages_are_views() -> None:

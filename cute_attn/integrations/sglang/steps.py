@@ -8,13 +8,15 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cute_attn.decode import xqa_batch_decode_with_kv_cache
 from cute_attn.integrations.sglang.limits import ServerFacts
-from cute_attn.integrations.sglang.metadata import WORD_BITS, LayerKind, Lengths, PageTables, Scale, draft_mask
+from cute_attn.integrations.sglang.metadata import WORD_BITS, LayerKind, PageTables, Scale, draft_mask
 from cute_attn.integrations.step_plans import StepPlans
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.request.index_arrays import bounds, int32, last_page_len
 from cute_attn.runtime import capture
 
 # ---- by page tables
@@ -146,20 +148,33 @@ class PlannedAttention:
 
         self.plans = StepPlans(make)
         self._server, self._decode = server, decode
-        self._step: tuple[Lengths, Sequence[torch.Tensor]]
+        self.num_tokens = 0  # query tokens of the current step
+        self._step: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # index arrays; page numbers in each pool
 
-    @property
-    def num_tokens(self) -> int:
-        """Query tokens of the current step."""
-        return self._step[0].num_tokens
+    def begin(
+        self,
+        pools: Sequence[PageTables],
+        requests: torch.Tensor,
+        seq_lens: torch.Tensor,
+        q_lens: Sequence[int],
+        kv_lens: Sequence[int] | torch.Tensor,
+        kinds: Iterable[LayerKind] = (),
+    ) -> PlannedAttention:
+        """Start a step and return this.
 
-    def begin(self, lengths: Lengths, indices: Sequence[torch.Tensor], kinds: Iterable[LayerKind] = ()) -> None:
-        """Start a step. `indices`: page numbers in each pool. `kinds` are planned now, as captured launches need it,
-        others by their first layer.
+        `requests`, `seq_lens`: rows of the tables of `pools` and keys of each request, on the device. `q_lens`,
+        `kv_lens`: query tokens and keys, these included, on the host. `kinds` are planned now, as captured launches
+        need it, others by their first layer.
         """
-        self._step = lengths, indices
+        kv, page_size = np.asarray(kv_lens, np.int64), self._server.page_size
+        pages = -(-kv // page_size)
+        starts, kv_indptr = bounds(np.asarray(q_lens, np.int64)), bounds(pages)
+        arrays = [int32(x) for x in (starts, kv_indptr, last_page_len(kv, pages, page_size))]
+        self.num_tokens, num_pages = int(starts[-1]), int(kv_indptr[-1])
+        self._step = arrays, [pool.page_indices(requests, seq_lens, num_pages) for pool in pools]
         for kind in kinds:
             self._planned(kind)
+        return self
 
     def run(self, layer: Operands) -> None:
         """Compute a layer's attention into `out`."""
@@ -170,14 +185,15 @@ class PlannedAttention:
         """Return a kind's wrapper, planned. A decode is a prefill of one token per request: in deterministic mode with
         the bits of longer ones; otherwise the plan promises that length, and selection treats it as a decode.
         """
-        (lengths, indices), one_token = self._step, self._decode and not self._server.deterministic
+        (qo_indptr, kv_indptr, last), indices = self._step
+        one_token = self._decode and not self._server.deterministic
 
         def plan(wrapper: Any) -> None:
             wrapper.plan(
-                lengths.qo_indptr,
-                lengths.kv_indptr,
+                qo_indptr,
+                kv_indptr,
                 indices[kind.in_window_pool],
-                lengths.last_page_len,
+                last,
                 kind.num_qo_heads,
                 kind.num_kv_heads,
                 kind.head_dim,
