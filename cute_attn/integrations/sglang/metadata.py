@@ -1,8 +1,8 @@
-"""SGLang's batches as cute_attn's arguments: kinds of layers, page tables, lengths, masks of drafts. Needs torch alone.
+"""SGLang's batches as cute_attn's arguments: kinds of layers, page tables, masks of drafts. Needs torch alone.
 
 SGLang keeps a slot of its token pool for every token of every request. Slots of a page follow each other, so that the
 first slot of each page, divided by the page size, is its page number. All tables are made on the device of the pool
-without a synchronisation; lengths of plans come from the lists that SGLang keeps on the host.
+without a synchronisation.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from cute_attn.decode import xqa_batch_decode_with_kv_cache
+from cute_attn.integrations.latent import LatentDecodes
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import WORD_BITS, LayerKind, PageTables, Scale, draft_mask
 from cute_attn.integrations.step_plans import StepPlans
@@ -36,6 +37,19 @@ class TableStep(NamedTuple):
     def num_tokens(self) -> int:
         """Query tokens of the batch."""
         return self.seq_lens.numel() * self.q_len if self.starts_cpu is None else int(self.starts_cpu[-1])
+
+    def extended(self, q_lens: list[int]) -> TableStep:
+        """Return a batch as one of extends. `q_lens`: new tokens of each request, which its `seq_lens` count."""
+        starts = int32(bounds(np.asarray(q_lens, np.int64)))
+        on_device = starts
+        if self.seq_lens.is_cuda:
+            on_device = starts.pin_memory().to(self.seq_lens.device, non_blocking=True)
+        return self._replace(q_len=max(q_lens), starts=on_device, starts_cpu=starts)
+
+    def latent(self, workspace: torch.Tensor) -> LatentDecodes:
+        """Return the batch as latent attention over the pool's rows takes it."""
+        where = self.tables[0], self.seq_lens, self.starts
+        return LatentDecodes(self.num_tokens, self.q_len, *where, workspace)
 
 
 class Operands(NamedTuple):
