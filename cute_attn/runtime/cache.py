@@ -122,7 +122,6 @@ class Entry(NamedTuple):
     num_bytes: int
     arch: str
     kernel: str
-    dsl: str
     current: bool
     problem: str  # why it cannot be loaded, or ""
     damaged: bool  # it was read, and is no artifact
@@ -154,8 +153,8 @@ def _entry(path: Path) -> Entry:
         raise
     except (OSError, ArtifactError, KeyError) as error:
         damaged = not isinstance(error, OSError)
-        return Entry(path, num_bytes, "?", "?", "", False, str(error) or repr(error), damaged)
-    return Entry(path, num_bytes, found.arch, kernel, found.dsl, current, "", False)
+        return Entry(path, num_bytes, "?", "?", False, str(error) or repr(error), damaged)
+    return Entry(path, num_bytes, found.arch, kernel, current, "", False)
 
 
 def remove(chosen: Iterable[Entry]) -> None:
