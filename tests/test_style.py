@@ -27,7 +27,7 @@ PACKAGE = [path for path in FILES if ROOT / "cute_attn" in path.parents]
 # Numbers of today as limits: they fall and never rise.
 MAX_HOST_LINES = 19_103
 HOST_FOLDERS = ("wrappers", "request", "dispatch", "schedule", "xqa", "runtime", "ops")  # with the root and every host/
-MAX_PERF_LINES, MAX_PERF_FILES = 5_030, 25
+MAX_PERF_LINES, MAX_PERF_FILES = 5_019, 25
 MAX_TEST_LINES = 39_507
 MAX_MEMOS = 29  # functions that `lru_cache`, `cache` or `once` keeps the results of
 UNBOUNDED_MEMOS = {
