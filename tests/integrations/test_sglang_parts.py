@@ -117,10 +117,10 @@ def test_masks_of_drafts_take_few_operations() -> None:
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_extend(name: str, page_size: int, device: str) -> None:
-    """Two steps of one set of wrappers; the second has cached prefixes."""
+    """Two steps of one set of wrappers; the second has cached prefixes, and a request without tokens."""
     attention = PlannedAttention(Workspaces.on(device).planned, SERVER._replace(page_size=page_size), decode=False)
     kind = KINDS[name]
-    for kv_lens, q_lens in (([37, 5], [37, 5]), ([40, 1, 90], [3, 1, 20])):
+    for kv_lens, q_lens in (([37, 5], [37, 5]), ([40, 0, 90], [3, 0, 20])):
         server = Server(page_size, kv_lens, device, q_lens=q_lens)
         begin(server, attention)
         out = torch.empty_like(server.q)
