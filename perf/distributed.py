@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import cute_attn
 from cute_attn.integrations import distributed
-from cute_attn.integrations.distributed import ring, travel
+from cute_attn.integrations.distributed import ring
 from cute_attn.integrations.distributed.ranks import Ranks
 from perf import peers, program
 from perf.bench import TOLERANCE, oracle, save
@@ -152,7 +152,7 @@ def _parts(own: Sequence[torch.Tensor]) -> Candidates:
     o, lse = torch.zeros(2, *q.shape, device=q.device), torch.zeros(2, *q.shape[:2], device=q.device)
 
     def exchange() -> None:
-        for message in travel.exchange((k, v), arriving, Ranks.of(None)):
+        for message in ring.exchange((k, v), arriving, Ranks.of(None)):
             message.wait()
 
     merge = Candidate(lambda: ring.merge_in_place(o[0], lse[0], o[1], lse[1]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -28,12 +27,8 @@ SMEM_LIMIT = 227 << 10  # of a CTA
 SM_SMEM, CTA_RESERVE = 228 << 10, 1 << 10  # of an SM, and what the system takes of it per CTA
 REGISTERS = {2: 212, 3: 132}  # per thread for accumulators and probabilities, by number of MMA warpgroups
 SPEC_DTYPES = {"e4m3": "float8_e4m3fn"}
-FORM = (
-    "ROWSxCOLUMNS STAGES+QUERY_TILES [xCTAS] [ping-pong] [q-registers-COLUMNS] [first-key] "
-    "[packed|unpacked] [sections-of-N-MiB]"
-)
-TILE = re.compile(r"(\d+)x(\d+) (\d+)\+(\d+)(?: x(\d+))?( ping-pong)?(?: q-registers-(\d+))?( first-key)?")
-WAY = re.compile(r"(?: ?(packed|unpacked))?(?: ?sections-of-(\d+)-MiB)?")
+FIELDS = {field.name: field for field in dataclasses.fields(HopperTile)}
+FORM = "NAME=NUMBER,NAME=NUMBER,... with fields of HopperTile, packed (0 or 1) and section_mib"
 
 
 class Trial(NamedTuple):
@@ -45,33 +40,22 @@ class Trial(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name that `parse` reads: "128x48 4+2 x2 first-key packed" has 4 stages, 2 query tiles, 2 CTAs an SM;
-        "q-registers-128": of q, 128 columns."""
-        words = []
-        if tile := self.tile:
-            words += [f"{tile.rows}x{tile.cols}", f"{tile.stages}+{tile.q_stages}"]
-            words += [f"x{tile.per_sm}"] * (tile.per_sm > 1) + ["ping-pong"] * tile.ping_pong
-            words += [f"q-registers-{tile.q_registers}"] * (tile.q_registers > 0) + ["first-key"] * tile.from_first_key
-        if self.packed is not None:
-            words.append("packed" if self.packed else "unpacked")
-        if self.section_mib is not None:
-            words.append(f"sections-of-{self.section_mib}-MiB")
-        return " ".join(words)
+        """Name that `parse` reads: "rows=128,cols=48,stages=4,packed=1", without what is the default."""
+        fields = {} if self.tile is None else dataclasses.asdict(self.tile)
+        given = {name: value for name, value in fields.items() if value != FIELDS[name].default}
+        given |= {name: value for name, value in self._asdict().items() if name != "tile" and value is not None}
+        return ",".join(f"{name}={int(value)}" for name, value in given.items())
 
     @classmethod
     def parse(cls, text: str) -> Trial:
-        """Returns the trial of a name; a part that is left out is that of the table."""
-        found = TILE.match(text)
-        way = WAY.fullmatch(text, found.end() if found else 0)
-        if not text or way is None:
-            raise ValueError(f"a tile is {FORM}, got {text!r}")
-        packed, shape = {None: None, "packed": True, "unpacked": False}[way[1]], None
-        if found:
-            rows, cols, stages, q_stages, per_sm, q_registers = (int(found[i] or 0) for i in (1, 2, 3, 4, 5, 7))
-            more: dict[str, Any] = {"per_sm": max(per_sm, 1), "q_registers": q_registers}
-            more |= {"ping_pong": bool(found[6]), "from_first_key": bool(found[8])}
-            shape = HopperTile(rows, cols, stages, q_stages, **more)
-        return cls(shape, packed, int(way[2]) if way[2] else None)
+        """Returns the trial of a name; without fields of a tile it has that of the table."""
+        try:
+            given = {name: int(number) for name, number in (part.split("=") for part in text.split(","))}
+            packed, section_mib = given.pop("packed", None), given.pop("section_mib", None)
+            fields: Any = {n: number > 0 if FIELDS[n].type == "bool" else number for n, number in given.items()}
+            return cls(HopperTile(**fields) if given else None, None if packed is None else packed > 0, section_mib)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"a tile is {FORM}, got {text!r}") from error
 
 
 # ---- what is tried

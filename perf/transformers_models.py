@@ -25,6 +25,7 @@ from perf import program
 from perf.bench import save
 from perf.harness import CudaGraphTimer, reason
 from perf.report import markdown
+from perf.vllm_engine import EXPERTS, GPT_OSS, LLAMA
 
 OURS = "cute_attn"
 IMPLEMENTATIONS = (OURS, "sdpa", "flash_attention_2", "eager")
@@ -35,13 +36,6 @@ WARM_ROUNDS = 3
 LAYERS = 4
 
 
-class Family(NamedTuple):
-    """A model: name of its class in transformers, and the keywords of its configuration."""
-
-    model: str
-    options: dict[str, Any]
-
-
 class Sizes(NamedTuple):
     """How much is run. Lengths in tokens."""
 
@@ -50,34 +44,29 @@ class Sizes(NamedTuple):
     check: tuple[int, int] = (4, 300)
 
 
-def shape(*sizes: int, **others: Any) -> dict[str, Any]:
-    names = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
-    return {**dict(zip(names, sizes, strict=True)), "num_hidden_layers": LAYERS, **others}
-
-
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Of gpt-oss, 4 experts are active of 32: here there are 4.
-GPT_OSS = shape(2880, 2880, 64, 8, head_dim=64, sliding_window=128, layer_types=[SLIDING, FULL] * (LAYERS // 2))
-GEMMA = shape(3840, 15360, 16, 8, head_dim=256, sliding_window=1024, layer_types=[SLIDING] * (LAYERS - 1) + [FULL])
-FAMILIES = {
-    "Llama-3-8B": Family("LlamaForCausalLM", shape(4096, 14336, 32, 8)),
-    "gpt-oss-20b, 4 experts": Family(
-        "GptOssForCausalLM", {**GPT_OSS, "num_local_experts": 4, "num_experts_per_tok": 4}
-    ),
-    "Gemma-3-12B": Family("Gemma3ForCausalLM", {**GEMMA, "query_pre_attn_scalar": 256}),
+FEW_EXPERTS = {**EXPERTS, "num_local_experts": 4, "layer_types": [SLIDING, FULL] * (LAYERS // 2)}
+GEMMA = {"hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16, "num_key_value_heads": 8}
+WINDOWS = {"head_dim": 256, "sliding_window": 1024, "layer_types": [SLIDING] * (LAYERS - 1) + [FULL]}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # class in transformers, configuration
+    "Llama-3-8B": ("LlamaForCausalLM", LLAMA),
+    "gpt-oss-20b, 4 experts": ("GptOssForCausalLM", {**GPT_OSS, **FEW_EXPERTS}),
+    "Gemma-3-12B": ("Gemma3ForCausalLM", {**GEMMA, **WINDOWS, "query_pre_attn_scalar": 256}),
 }
-COMMON = {"vocab_size": 4096, "max_position_embeddings": 16384, "pad_token_id": 0}
+COMMON = {"num_hidden_layers": LAYERS, "vocab_size": 4096, "max_position_embeddings": 16384, "pad_token_id": 0}
 
 Step = Callable[[], Any]
 
 
-def build(family: Family, device: torch.device) -> Any:
+def build(family: tuple[str, dict[str, Any]], device: torch.device) -> Any:
     """Returns a model in bf16 with random weights."""
     import transformers
 
     torch.manual_seed(0)
-    model = getattr(transformers, family.model)
-    config = model.config_class(**{**COMMON, **family.options})
+    name, options = family
+    model = getattr(transformers, name)
+    config = model.config_class(**{**COMMON, **options})
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -2,7 +2,7 @@
 the peers. GPU only:
 
     python -m perf.tune prefill --rows d128 h32/8 --around
-    python -m perf.tune prefill --rows d256 --try "128x64 2+1 q-registers-128" sections-of-16-MiB
+    python -m perf.tune prefill --rows d256 --try rows=128,cols=64,q_registers=128 section_mib=16
     python -m perf.tune decode --rows b1 --try 8x2x16x1c6 4x3x16x1
 
 Prefill rows take tiles (`perf.tiles`), decode rows rings (`perf.rings`). `--around`: tiles that differ from the table's

@@ -38,6 +38,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n`{self.prog} --help` lists what there is.\n")
 
+    def refuse(self, unknown: Sequence[str]) -> None:
+        """Says of arguments that nobody knows what may have been meant, and exits with 2, unless there are none."""
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        meant = [match for text in unknown for match in difflib.get_close_matches(text.split("=")[0], flags, 1)]
+        advice = f" (did you mean {', '.join(meant)}?)" if meant else ""
+        if unknown:
+            self.error(f"unknown arguments: {' '.join(unknown)}{advice}")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
@@ -47,8 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in COMMANDS:
         command.add(commands)
     options, unknown = parser.parse_known_args(argv)
-    if unknown:
-        _refuse(commands.choices[options.command], unknown)
+    if modules[options.command] is bench:
+        options.rest = unknown  # for a program of its own
+    else:
+        commands.choices[options.command].refuse(unknown)
     switches.configure_log()
     try:
         return modules[options.command].run(options)
@@ -64,11 +74,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def _refuse(command: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """Prints what may have been meant; exits with 2."""
-    flags = [flag for action in command._actions for flag in action.option_strings]
-    meant = [match for text in unknown for match in difflib.get_close_matches(text.split("=")[0], flags, 1)]
-    advice = f" (did you mean {', '.join(meant)}?)" if meant else ""
-    command.error(f"unknown arguments: {' '.join(unknown)}{advice}")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from cute_attn.cli import specs, warmup, warmup_shapes
-from cute_attn.cli.terminal import ProgressBar, format_bytes, format_seconds, interruptible
+from cute_attn.cli import specs, warmup
+from cute_attn.cli.terminal import format_bytes, format_seconds
 from cute_attn.errors import ArgumentError
-from cute_attn.kernels.programs import program
-from cute_attn.runtime import artifacts
+from cute_attn.runtime import bundle
 from cute_attn.runtime.spec import KernelSpec
 
 
@@ -38,7 +38,7 @@ def selected(options: argparse.Namespace) -> dict[str, list[KernelSpec]]:
         return specs.selected(options)
     if options.spec:
         raise ArgumentError("--spec must not be given with the options of a model")
-    found, refused = warmup.of_model(options, warmup_shapes.shapes(options), specs.targets(options.arch))
+    found, refused = warmup.of_model(options, warmup.shapes_of(options), specs.targets(options.arch))
     for line in refused:
         print(f"no backend: {line}", file=sys.stderr)
     if not any(found.values()):
@@ -47,23 +47,14 @@ def selected(options: argparse.Namespace) -> dict[str, list[KernelSpec]]:
 
 
 def run(options: argparse.Namespace) -> int:
-    specs_by_arch = selected(options)
-    total = sum(len(selected) for selected in specs_by_arch.values())
-    with interruptible(), ProgressBar(total) as bar:
-        try:
-            before = artifacts.write_bundle(
-                options.directory,
-                specs_by_arch,
-                program,
-                options.jobs,
-                lambda spec, arch, outcome: bar.step(f"{arch} {specs.label(spec)}"),
-            )
-        except (KeyboardInterrupt, SystemExit):
-            print(f"interrupted after {bar.done} of {total} kernels: the same command goes on", file=sys.stderr)
-            raise
-    num_bytes = sum(path.stat().st_size for path in options.directory.iterdir())
+    chosen, directory = selected(options), options.directory
+    bundle.previous(directory)  # refuses a directory before anything is compiled
+    start = time.monotonic()
+    outcomes = specs.compile_all(chosen, options.jobs)
+    before = bundle.write(directory, outcomes.values())
+    num_bytes = sum(path.stat().st_size for path in directory.iterdir())
     print(
-        f"{total} kernels for {', '.join(specs_by_arch)} in {options.directory} ({format_bytes(num_bytes)}), "
-        f"{before} of them there before, in {format_seconds(bar.seconds)}"
+        f"{len(outcomes)} kernels for {', '.join(chosen)} in {directory} ({format_bytes(num_bytes)}), "
+        f"{before} of them there before, in {format_seconds(time.monotonic() - start)}"
     )
     return 0

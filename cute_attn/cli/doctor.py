@@ -37,16 +37,11 @@ class Finding(NamedTuple):
     text: str
 
 
-class Gpu(NamedTuple):
-    name: str
-    capability: tuple[int, int]
-
-
 class Driver(NamedTuple):
     """Answers of the CUDA driver itself, without torch or cuda-python."""
 
     version: int  # 13000 is CUDA 13.0
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[tuple[str, tuple[int, int]], ...]  # names and compute capabilities
     problem: str | None  # why it is missing or cannot be used
 
 
@@ -72,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     driver = probe_driver()
     installed = [
         Finding("ok", "cute_attn", cute_attn.__version__),
-        python(),
+        Finding("ok", "python", f"{platform.python_version()} on {platform.machine()} {platform.system()}"),
         torch(driver),
         *map(package, PACKAGES),
         driver_line(driver),
@@ -110,20 +105,14 @@ def probe_driver() -> Driver:
     return Driver(version.value, tuple(_gpu(cuda, index) for index in range(count.value)), None)
 
 
-def _gpu(cuda: ctypes.CDLL, index: int) -> Gpu:
+def _gpu(cuda: ctypes.CDLL, index: int) -> tuple[str, tuple[int, int]]:
     device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+    major, minor = ctypes.c_int(), ctypes.c_int()
     cuda.cuDeviceGet(ctypes.byref(device), index)
     cuda.cuDeviceGetName(name, len(name), device)
-    values = []
-    for attribute in (MAJOR_ATTRIBUTE, MINOR_ATTRIBUTE):
-        value = ctypes.c_int()
-        cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-        values.append(value.value)
-    return Gpu(name.value.decode(errors="replace"), (values[0], values[1]))
-
-
-def python() -> Finding:
-    return Finding("ok", "python", f"{platform.python_version()} on {platform.machine()} {platform.system()}")
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), MAJOR_ATTRIBUTE, device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), MINOR_ATTRIBUTE, device)
+    return name.value.decode(errors="replace"), (major.value, minor.value)
 
 
 def torch(driver: Driver) -> Finding:
@@ -169,7 +158,7 @@ def oldest_driver() -> int:
 def gpu_lines(driver: Driver) -> list[Finding]:
     if not driver.gpus:
         return [Finding("--", "GPU", "none")]
-    described = (f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}" for gpu in driver.gpus)
+    described = (f"{name}, compute capability {major}.{minor}" for name, (major, minor) in driver.gpus)
     return [Finding("ok", f"GPU {index}", text) for index, text in enumerate(described)]
 
 
@@ -242,9 +231,9 @@ def kernel_lines(driver: Driver, installed: Sequence[Finding]) -> list[Finding]:
         return [Finding("--", "GPU tensors", f"no: {driver.problem or 'the driver finds no GPU'}")]
     broken = [line.name for line in installed if line.state == "!!" and line.name in PREVENTING]
     lines = []
-    for index, gpu in enumerate(driver.gpus):
+    for index, (_, capability) in enumerate(driver.gpus):
         try:
-            arch = archs.for_capability(gpu.capability)
+            arch = archs.for_capability(capability)
         except ArgumentError as error:
             lines.append(Finding("--", f"GPU {index} tensors", f"no: {error}"))
             continue

@@ -284,22 +284,20 @@ def _asked_backend(parts: dict[str, Any]) -> str:
 def _listening(choices: list[str]) -> Iterator[None]:
     """Collects what selection logs of its choices."""
 
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if not record.getMessage().startswith("emulator:"):  # says nothing of the kernels
-                choices.append(record.getMessage())
+    def note(record: logging.LogRecord) -> bool:
+        if not record.getMessage().startswith("emulator:"):  # says nothing of the kernels
+            choices.append(record.getMessage())
+        return False  # nobody else hears of it
 
-    logger, handler = logging.getLogger("cute_attn.dispatch.select"), Handler(logging.INFO)
-    level, propagate = logger.level, logger.propagate
-    logger.addHandler(handler)
+    logger = logging.getLogger("cute_attn.dispatch.select")
+    level = logger.level
+    logger.addFilter(note)
     logger.setLevel(logging.INFO)
-    logger.propagate = False
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        logger.removeFilter(note)
         logger.setLevel(level)
-        logger.propagate = propagate
 
 
 def _name(call: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from typing import Any
 
 from cute_attn.cli.terminal import ProgressBar, interruptible
@@ -79,9 +80,13 @@ def compile_all(specs_by_arch: dict[str, list[KernelSpec]], jobs: int | None) ->
     """Returns every artifact, from the cache or compiled, and shows a progress bar; failures are values."""
     total = sum(len(specs) for specs in specs_by_arch.values())
     with interruptible(), ProgressBar(total) as bar:
-        return artifacts.get_many(
-            specs_by_arch, program, jobs, lambda spec, arch, outcome: bar.step(f"{arch} {label(spec)}")
-        )
+        try:
+            return artifacts.get_many(
+                specs_by_arch, program, jobs, lambda spec, arch, outcome: bar.step(f"{arch} {label(spec)}")
+            )
+        except (KeyboardInterrupt, SystemExit):
+            print(f"interrupted after {bar.done} of {total} kernels: the same command goes on", file=sys.stderr)
+            raise
 
 
 def failures(arch: str, spec: KernelSpec, outcome: Outcome) -> list[str]:

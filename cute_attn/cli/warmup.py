@@ -7,15 +7,59 @@ import json
 import time
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cute_attn.cli import specs, warmup_shapes
+from cute_attn.cli import specs
 from cute_attn.cli.terminal import format_seconds
-from cute_attn.cli.warmup_shapes import KV_DTYPES, SOURCES, Shape
 from cute_attn.errors import ArgumentError, ArtifactError
 from cute_attn.runtime import cache
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
+
+if TYPE_CHECKING:
+    from cute_attn.problem import Features
+
+SOURCES = ("paged", "ragged", "dense")
+HALF = ("bfloat16", "float16")
+KV_DTYPES = (*HALF, "float8_e4m3fn", "float8_e5m2", "nvfp4")
+
+
+class Shape(NamedTuple):
+    """Attention of one kind of layer on one GPU."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_vo: int
+    dtype: str
+    soft_cap: bool = False
+    sinks: bool = False
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_vo else f"{self.head_dim}/{self.head_dim_vo}"
+        options = [name for name in ("soft_cap", "sinks") if getattr(self, name)]
+        return ", ".join((f"{self.num_qo_heads}/{self.num_kv_heads} heads", f"head dim {dims}", self.dtype, *options))
+
+    def features(self, kv_dtype: str, source: str, decode: bool) -> Features:
+        """Returns what selection knows of a call on a GPU."""
+        import torch
+
+        from cute_attn.problem import Features
+
+        dtype, nvfp4 = getattr(torch, self.dtype), kv_dtype == "nvfp4"
+        return Features(
+            torch.device("cuda"),
+            dtype,
+            torch.uint8 if nvfp4 else getattr(torch, kv_dtype),
+            dtype,
+            *(self.num_qo_heads, self.num_kv_heads, self.head_dim, self.head_dim_vo),
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+            kv_block_scales=nvfp4,
+            kv_source=source,
+            decode=decode,
+        )
 
 
 def add(commands: Any) -> None:
@@ -36,7 +80,20 @@ def add(commands: Any) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that describe the attention of a model."""
-    warmup_shapes.add_options(parser)
+    parser.add_argument(
+        "--model-config",
+        type=Path,
+        metavar="FILE",
+        help="config.json of a transformers model, or its directory: heads, head dimensions, dtype, soft cap, sinks",
+    )
+    parser.add_argument("--num-qo-heads", type=int, metavar="N", help="number of query heads (without --model-config)")
+    parser.add_argument("--num-kv-heads", type=int, metavar="N", help="number of kv heads (default: --num-qo-heads)")
+    parser.add_argument("--head-dim", type=int, metavar="N", help="head dimension of q and k (without --model-config)")
+    parser.add_argument("--head-dim-vo", type=int, metavar="N", help="head dimension of v (default: --head-dim)")
+    parser.add_argument("--logits-soft-cap", action="store_true", help="logits have a soft cap")
+    parser.add_argument("--sinks", action="store_true", help="attention has sinks")
+    parser.add_argument("--dtype", choices=HALF, help="dtype of q (default: the model's, else bfloat16)")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share the heads (default 1)")
     parser.add_argument(
         "--kv-dtype",
         default="auto",
@@ -59,7 +116,7 @@ def describes_a_model(options: argparse.Namespace) -> bool:
 
 
 def run(options: argparse.Namespace) -> int:
-    shapes = warmup_shapes.shapes(options)
+    shapes = shapes_of(options)
     chosen, refused = of_model(options, shapes, specs.targets(options.arch))
     keys = [cache.cache_key(spec, arch) for arch, found in chosen.items() for spec in found]
     before = sum(key is not None and cache.path_of(key).exists() for key in keys)
@@ -151,3 +208,74 @@ def _appends(dtype: str, kv_dtype: str) -> list[KernelSpec]:
     stored = kv_dtype if kv_dtype == "nvfp4" else COPY
     specs = (spec for spec in default_specs() if isinstance(spec, AppendSpec))
     return [spec for spec in specs if spec.stored == stored and spec.dtype in ("", dtype)]
+
+
+# ---- shapes: from options, or from the configuration of a transformers model
+
+
+def shapes_of(options: argparse.Namespace) -> list[Shape]:
+    """Returns the shapes that the options name, on one of `--tp` GPUs."""
+    named = [name for name in ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo") if getattr(options, name)]
+    if options.model_config is not None:
+        if named or options.logits_soft_cap or options.sinks:
+            raise ArgumentError("--model-config tells heads and options of attention: give no others with it")
+        found = of_config(read_config(options.model_config), options.dtype)
+    else:
+        if options.num_qo_heads is None or options.head_dim is None:
+            raise ArgumentError("a model needs --model-config, or --num-qo-heads and --head-dim")
+        kv_heads = options.num_kv_heads or options.num_qo_heads
+        dims = options.head_dim, options.head_dim_vo or options.head_dim
+        dtype = options.dtype or "bfloat16"
+        found = [Shape(options.num_qo_heads, kv_heads, *dims, dtype, options.logits_soft_cap, options.sinks)]
+    return list(dict.fromkeys(sharded(shape, options.tp) for shape in found))
+
+
+def sharded(shape: Shape, tp: int) -> Shape:
+    """Returns the heads of one of `tp` GPUs; kv heads that are fewer are copied to several."""
+    if min(shape[:4]) < 1 or tp < 1:
+        raise ArgumentError(f"heads, head dimensions and --tp must be at least 1, got {shape}, --tp {tp}")
+    if shape.num_qo_heads % shape.num_kv_heads:
+        raise ArgumentError(f"{shape.num_qo_heads} query heads are no multiple of {shape.num_kv_heads} kv heads")
+    if shape.num_qo_heads % tp or (shape.num_kv_heads % tp and tp % shape.num_kv_heads):
+        raise ArgumentError(f"--tp {tp} does not divide {shape.num_qo_heads} query heads and {shape.num_kv_heads}")
+    return shape._replace(num_qo_heads=shape.num_qo_heads // tp, num_kv_heads=max(shape.num_kv_heads // tp, 1))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns the configuration of a language model; of a model of several kinds of input that of its text part."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"--model-config {path} is not a readable config.json: {error}") from error
+    if not isinstance(config, dict):
+        raise ArgumentError(f"--model-config {path} holds no configuration")
+    text = config.get("text_config")
+    return {"dtype": config.get("dtype"), "torch_dtype": config.get("torch_dtype"), **text} if text else config
+
+
+def of_config(config: dict[str, Any], dtype: str | None) -> list[Shape]:
+    """Returns the kinds of layers of a model."""
+    if config.get("kv_lora_rank"):
+        raise ArgumentError("the model has multi-head latent attention (kv_lora_rank), which this library does not do")
+    heads = config.get("num_attention_heads")
+    if type(heads) is not int or heads < 1:
+        raise ArgumentError(f"the configuration has no number of attention heads: num_attention_heads is {heads!r}")
+    width = config.get("head_dim") or (config.get("hidden_size") or 0) // heads
+    found = dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    shape = Shape(
+        heads,
+        config.get("num_key_value_heads") or heads,
+        width,
+        config.get("v_head_dim") or width,
+        found if found in HALF else "bfloat16",  # weights in 32 bits are converted before they are served
+        bool(config.get("attn_logit_softcapping")),
+        config.get("model_type") == "gpt_oss",
+    )
+    # Layers with global attention may have heads of their own (gemma 4).
+    wide = shape._replace(
+        num_kv_heads=config.get("num_global_key_value_heads") or shape.num_kv_heads,
+        head_dim=config.get("global_head_dim") or shape.head_dim,
+        head_dim_vo=config.get("global_head_dim") or shape.head_dim_vo,
+    )
+    return list(dict.fromkeys((shape, wide)))

@@ -16,12 +16,12 @@ def install(version: str) -> None:
     Without torch, does nothing: the use of a name tells why.
     """
     try:
-        from cute_attn.observe import dump, hooks, nvtx
+        from cute_attn.observe import dump, hooks
     except ImportError:
         return
     observers: list[hooks.Observer] = []
     if text := os.environ.get(switches.DUMP):
         observers.append(dump.from_environment(text, version))
-    if switches.is_on(switches.NVTX) and nvtx.available():
-        observers.append(nvtx.ranges)
+    if switches.is_on(switches.NVTX) and hooks.has_nvtx():
+        observers.append(hooks.nvtx_ranges)
     hooks.install(observers)

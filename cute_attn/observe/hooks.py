@@ -10,9 +10,11 @@ import functools
 import inspect
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.compiler import is_dynamo_compiling
 
 import cute_attn.attention
@@ -27,6 +29,7 @@ import cute_attn.quantization
 import cute_attn.sparse
 import cute_attn.xqa
 from cute_attn.ops import declare
+from cute_attn.runtime import switches
 
 # Modules under FlashInfer's names, which hold all that is public; `utils` only describes devices. A name that is asked
 # of `cute_attn` would stay there as it is now, without an observer.
@@ -144,3 +147,26 @@ def _replace_operators(observers: Sequence[Observer], places: Sequence[tuple[Cal
         if id(declaration.function) in inner:
             function = _observed(declaration.function, observers, inner[id(declaration.function)])
             declare.DECLARED[operator] = declaration._replace(function=function)
+
+
+# ---- NVTX ranges around public calls, for Nsight Systems
+
+
+def has_nvtx() -> bool:
+    """Tells whether torch has NVTX; a warning says if not."""
+    try:
+        torch.cuda.nvtx.range_push("cute_attn")
+        torch.cuda.nvtx.range_pop()
+    except (RuntimeError, AttributeError) as error:
+        warnings.warn(f"{switches.NVTX} has no effect: this build of torch has no NVTX ({error})", stacklevel=2)
+        return False
+    return True
+
+
+def nvtx_ranges(call: Call, proceed: Callable[[], Any]) -> Any:
+    """Runs a call inside a range of its name: "cute_attn.single_decode_with_kv_cache", "cute_attn.Wrapper.run"."""
+    torch.cuda.nvtx.range_push(f"cute_attn.{call.name}")
+    try:
+        return proceed()
+    finally:
+        torch.cuda.nvtx.range_pop()

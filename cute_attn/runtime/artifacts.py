@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
 
 from cute_attn.errors import ArtifactError
 from cute_attn.runtime import arch as archs
@@ -95,31 +94,10 @@ def _outcome(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Outcome:
         return ArtifactError(str(err))  # without traceback and causes, which may not survive pickling
 
 
-def write_bundle(
-    directory: str | os.PathLike[str],
-    specs_by_arch: Mapping[str, Sequence[KernelSpec]],
-    program_of: ProgramOf,
-    jobs: int | None = None,
-    progress: Progress | None = None,
-) -> int:
-    """Makes `directory` a bundle of these specs, compiling the missing ones, and returns how many it had already.
-
-    What is compiled is in the cache, so that the same call goes on after an interruption. An ArtifactError lists all
-    failures; no bundle is written then.
-    """
-    bundle.previous(Path(directory))  # refuses a directory before anything is compiled
-    outcomes = get_many(specs_by_arch, program_of, jobs, progress)
-    failures = [str(outcome) for outcome in outcomes.values() if isinstance(outcome, ArtifactError)]
-    if failures:
-        raise ArtifactError(f"no bundle written, {len(failures)} artifacts failed:\n" + "\n".join(failures))
-    made = [(spec, found) for (_, spec), found in outcomes.items() if isinstance(found, Artifact)]
-    return bundle.write(Path(directory), made)
-
-
-def held() -> list[tuple[KernelSpec, Artifact]]:
+def held() -> list[Artifact]:
     """Returns the artifacts in memory, of all architectures: what this process has used so far."""
     with _memory_lock:
-        return [(spec, artifact) for (spec, _), artifact in _memory.items()]
+        return list(_memory.values())
 
 
 def _remember(spec: KernelSpec, arch: str, artifact: Artifact) -> Artifact:

@@ -106,20 +106,20 @@ def previous(directory: Path) -> dict[str, Any]:
         raise ArtifactError(f"no bundle written: {directory / MANIFEST} is not one of a bundle: {err!r}") from err
 
 
-def _file_name(spec: KernelSpec, arch: str, key: str) -> str:
-    return f"{spec.symbol}-{arch}-{key[:16]}.artifact"
-
-
-def write(directory: Path, artifacts: Iterable[tuple[KernelSpec, Artifact]]) -> int:
+def write(directory: Path, outcomes: Iterable[Artifact | ArtifactError]) -> int:
     """Makes a directory a bundle of these artifacts, and returns how many of them it had already.
 
     The manifest comes last: it makes the artifacts visible. What the directory's manifest already names from these
-    sources and this DSL stays in the bundle; kernels that it no longer names are warned of. ArtifactError: not one
-    version and flavour of the DSL compiled all artifacts, others may write to the directory or to its manifest, or
-    that is not one of a bundle.
+    sources and this DSL stays in the bundle; kernels that it no longer names are warned of. ArtifactError: failures
+    among the outcomes, all of which it lists; not one version and flavour of the DSL compiled all artifacts; others may
+    write to the directory or to its manifest, or that is not one of a bundle.
     """
-    made = {cache.key_of(spec.key(), artifact.arch, artifact.dsl): (spec, artifact) for spec, artifact in artifacts}
-    versions = sorted({artifact.dsl for _, artifact in made.values()})
+    outcomes = list(outcomes)
+    failures = [str(outcome) for outcome in outcomes if isinstance(outcome, ArtifactError)]
+    if failures:
+        raise ArtifactError(f"no bundle written, {len(failures)} artifacts failed:\n" + "\n".join(failures))
+    made = {cache.key_of_artifact(found): found for found in outcomes if isinstance(found, Artifact)}
+    versions = sorted({artifact.dsl for artifact in made.values()})
     if len(versions) > 1:
         raise ArtifactError(f"a bundle must come from one version and flavour of the DSL, got {versions}")
     before = previous(directory)
@@ -130,9 +130,10 @@ def write(directory: Path, artifacts: Iterable[tuple[KernelSpec, Artifact]]) -> 
         entries = {key: entry for key, entry in old if (directory / entry["file"]).is_file()}
     directory.mkdir(mode=0o755, parents=True, exist_ok=True)  # private under every umask
     present = len(entries.keys() & made.keys())
-    for key, (spec, artifact) in made.items():
-        entries[key] = {"file": _file_name(spec, artifact.arch, key), "arch": artifact.arch, "spec": artifact.spec}
-        cache.write_atomically(directory / entries[key]["file"], artifact.to_bytes())
+    for key, artifact in made.items():
+        file = f"cute_attn_{artifact.spec['kernel']}-{artifact.arch}-{key[:16]}.artifact"
+        entries[key] = {"file": file, "arch": artifact.arch, "spec": artifact.spec}
+        cache.write_atomically(directory / file, artifact.to_bytes())
     if dropped := len(before["artifacts"].keys() - entries.keys()):
         warnings.warn(
             f"bundle {directory} no longer names {dropped} kernels that it had: their files are gone, or come "

@@ -85,6 +85,11 @@ def key_of(spec: str, arch: str, dsl_version: str) -> str:
     return hashlib.sha256("\0".join((spec, arch, source_fingerprint(), dsl_version)).encode()).hexdigest()
 
 
+def key_of_artifact(made: Artifact) -> str:
+    """Returns the key of an artifact that the package's sources have made."""
+    return key_of(json.dumps(made.spec, sort_keys=True, separators=(",", ":")), made.arch, made.dsl)
+
+
 def cache_key(spec: KernelSpec, arch: str) -> str | None:
     """Returns the key of an artifact in the cache; None without an installed DSL."""
     version = dsl.version()
@@ -117,7 +122,6 @@ class Entry(NamedTuple):
     num_bytes: int
     arch: str
     kernel: str
-    dsl: str
     current: bool
     problem: str  # why it cannot be loaded, or ""
     damaged: bool  # it was read, and is no artifact
@@ -141,16 +145,16 @@ def _entry(path: Path) -> Entry:
         if not path.is_file() and path.exists():  # reading a pipe would wait
             raise OSError("not a file")
         found = Artifact.from_bytes(read_private(path))
-        kernel, text = found.spec["kernel"], json.dumps(found.spec, sort_keys=True, separators=(",", ":"))
+        kernel = found.spec["kernel"]
         if not all(type(name) is str and name.isprintable() for name in (found.arch, kernel, found.dsl)):
             raise ArtifactError("arch, kernel and dsl must be printable texts")
-        current = found.dsl == dsl.version() and path.stem == key_of(text, found.arch, found.dsl)
+        current = found.dsl == dsl.version() and path.stem == key_of_artifact(found)
     except FileNotFoundError:
         raise
     except (OSError, ArtifactError, KeyError) as error:
         damaged = not isinstance(error, OSError)
-        return Entry(path, num_bytes, "?", "?", "", False, str(error) or repr(error), damaged)
-    return Entry(path, num_bytes, found.arch, kernel, found.dsl, current, "", False)
+        return Entry(path, num_bytes, "?", "?", False, str(error) or repr(error), damaged)
+    return Entry(path, num_bytes, found.arch, kernel, current, "", False)
 
 
 def remove(chosen: Iterable[Entry]) -> None:

@@ -34,10 +34,12 @@ class Counters:
     """Pool of counters on one GPU.
 
     Launches on one stream run one after the other and share counters; every captured launch has its own, because its
-    graph may be replayed on any stream.
+    graph may be replayed on any stream. On the CPU all launches, which are emulated, run one after the other.
     """
 
     def __init__(self, device_index: int, size: PoolSize) -> None:
+        if device_index == CPU:
+            size = size._replace(streams=1, captured=0)
         self.size, words = size, (size.streams + size.captured) * size.bytes_per_launch // 4
         device = torch.device("cpu") if device_index == CPU else torch.device("cuda", device_index)
         zeros = functools.partial(torch.zeros, words, dtype=torch.int32, device=device)
@@ -50,7 +52,7 @@ class Counters:
     def address(self, stream: int) -> int:
         """Returns the address of the counters for a launch on `stream`."""
         size = self.size
-        if torch.cuda.is_current_stream_capturing():
+        if size.captured and torch.cuda.is_current_stream_capturing():
             index = size.streams + next(self._captures) % size.captured
             return self._base + size.bytes_per_launch * index
         indices = self._index_of_stream
@@ -63,23 +65,12 @@ class Counters:
         return self._base + size.bytes_per_launch * stream_index
 
 
-class CpuCounters(Counters):
-    """Counters of emulated launches, which run one after the other and share them."""
-
-    def __init__(self, size: PoolSize) -> None:
-        super().__init__(CPU, size._replace(streams=1, captured=0))
-
-    def address(self, stream: int) -> int:
-        """Returns the address of the counters."""
-        return self._base
-
-
 def of_device(device_index: int, size: PoolSize = TILE_COUNTERS) -> Counters:
     """Returns the pool of a device, allocated on first use."""
     key = device_index, size
     with _making:
         if key not in _pools:
-            _pools[key] = CpuCounters(size) if device_index == CPU else Counters(device_index, size)
+            _pools[key] = Counters(device_index, size)
         return _pools[key]
 
 

@@ -50,7 +50,7 @@ class Copies:
 
     def buffer(self, size: int) -> torch.Tensor:
         """Allocates int32 host memory that a copy may read while the host continues."""
-        return torch.empty(size, dtype=torch.int32, device="cpu")
+        return torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda")
 
     def target(self, size: int) -> torch.Tensor:
         """Allocates int32 device memory, zeros."""
@@ -70,9 +70,6 @@ class CudaCopies(Copies):
         super().__init__(device)
         self._events: dict[int, _CopyEnd] = {}  # by address of the host buffer: two, and those of smaller ones
         self._context: Any = None  # of the device, from the first copy on
-
-    def buffer(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
 
     def target(self, size: int) -> torch.Tensor:
         memory = super().target(size)

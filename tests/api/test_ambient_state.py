@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from cute_attn import emulator
 from cute_attn.integrations import aten_flash, workspaces
-from cute_attn.integrations.distributed.partials import Partials
+from cute_attn.integrations.distributed.decode import Partials
 from cute_attn.integrations.distributed.ranks import Ranks
 from cute_attn.integrations.sglang import metadata
 from cute_attn.integrations.sglang.metadata import PageTables
-from cute_attn.integrations.sglang.tables import GraphTables
+from cute_attn.integrations.sglang.steps import GraphTables
 from cute_attn.reference.attention import attention
-from cute_attn.runtime import counters, staging
+from cute_attn.runtime import counters, launch, staging
 from cute_attn.runtime.staging import Staging
 from tests.support.dense_attention import assert_near, random, seen
 from tests.support.dense_attention import attention as oracle
@@ -151,7 +151,7 @@ def fixed_staging() -> list[torch.Tensor]:
 
 
 def tile_counters() -> list[torch.Tensor]:
-    return [counters.CpuCounters(counters.TILE_COUNTERS).memory]
+    return [counters.Counters(launch.CPU, counters.TILE_COUNTERS).memory]
 
 
 def partials() -> list[torch.Tensor]:

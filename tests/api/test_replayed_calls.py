@@ -9,8 +9,7 @@ import torch
 
 import cute_attn
 from cute_attn import ArgumentError, ArgumentTypeError, flash_mla
-from cute_attn.integrations.vllm import latent
-from cute_attn.integrations.vllm.metadata import Decodes
+from cute_attn.integrations import latent
 from cute_attn.wrappers import calls
 from perf.pretended_gpu import NullDriver
 from tests.support.entry_points import CACHE, ENTRIES, OTHERS, Entry, Planned, direct, without, zeros
@@ -32,7 +31,7 @@ def by_vllm(case: MlaCase) -> Entry:
     """Latent attention as vLLM calls it, with a row of padding."""
 
     def call(given: Any) -> Any:
-        step = Decodes(2, 5, 3, uniform=False), given["table"], given["lens"], given["bounds"], zeros(32 << 20)
+        step = 5, 3, given["table"], given["lens"], given["bounds"], zeros(32 << 20)
         return latent.decode(given["q"], given["cache"], latent.LatentDecodes(*step), 0.1, 0.5, return_lse=True)
 
     given = {"q": case.q, "cache": case.cache, "table": case.table, "lens": case.seq_lens, "bounds": case.qo_indptr}

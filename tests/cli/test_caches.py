@@ -6,15 +6,16 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cute_attn.cli import bundle, explain, main, terminal, warmup, warmup_shapes
+from cute_attn.cli import bundle, explain, main, terminal, warmup
 from cute_attn.cli.terminal import ProgressBar
-from cute_attn.cli.warmup_shapes import SOURCES, Shape
+from cute_attn.cli.warmup import SOURCES, Shape
 from cute_attn.dispatch import select
 from cute_attn.dispatch.capabilities import Load
 from cute_attn.dispatch.families import FAMILIES
@@ -67,7 +68,7 @@ def batch_launches(settings: Settings, qo_lens: list[int], kv_lens: list[int], a
 
 def options(**given: Any) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    warmup_shapes.add_options(parser)
+    warmup.add_options(parser)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     return parser.parse_args(flags)
 
@@ -96,7 +97,7 @@ GLOBAL = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "
 )
 def test_shapes_of_models(config: dict[str, Any], tp: int, expected: list[Shape], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert warmup_shapes.shapes(options(model_config=tmp_path, tp=tp)) == expected
+    assert warmup.shapes_of(options(model_config=tmp_path, tp=tp)) == expected
 
 
 @pytest.mark.parametrize(
@@ -110,12 +111,12 @@ def test_shapes_of_models(config: dict[str, Any], tp: int, expected: list[Shape]
 )
 def test_bad_shapes(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        warmup_shapes.shapes(options(**given))
+        warmup.shapes_of(options(**given))
 
 
 def test_latent_attention_is_refused() -> None:
     with pytest.raises(ArgumentError, match="multi-head latent attention"):
-        warmup_shapes.of_config({"num_attention_heads": 8, "kv_lora_rank": 512}, None)
+        warmup.of_config({"num_attention_heads": 8, "kv_lora_rank": 512}, None)
 
 
 # ---- commands
@@ -210,9 +211,13 @@ def test_an_interruption_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         arguments[-1](COMBINE[0], "sm_90a", None)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(artifacts, "write_bundle", interrupted)
-    argv = ["bundle", str(tmp_path / "bundle"), "--arch", "sm_90a", *(f"--spec={spec.key()}" for spec in COMBINE)]
+    monkeypatch.setattr(artifacts, "get_many", interrupted)
+    argv = ["bundle", str(tmp_path), "--arch", "sm_90a", *(f"--spec={spec.key()}" for spec in COMBINE)]
     assert "interrupted after 1 of 2 kernels: the same command goes on" in printed(capsys, argv, 130)
+    (tmp_path / "manifest.json").write_text("{}")  # refused before anything is compiled
+    assert main(argv) == 1
+    assert re.search(r"no bundle written: .*manifest\.json is not one of a bundle", capsys.readouterr().err)
+    assert (tmp_path / "manifest.json").read_text() == "{}"
 
 
 WORKERS = """

@@ -88,7 +88,7 @@ def test_doctor_reports_a_cache_that_is_not_used(tmp_path: Path, monkeypatch: py
 
 
 def h100(version: int) -> doctor.Driver:
-    return doctor.Driver(version, (doctor.Gpu("NVIDIA H100", (9, 0)),), None)
+    return doctor.Driver(version, (("NVIDIA H100", (9, 0)),), None)
 
 
 def test_doctor_finds_an_old_driver(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
@@ -104,7 +104,7 @@ def test_doctor_accepts_a_working_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = h100(13000)
     installed = [doctor.Finding("ok", "torch", ""), doctor.driver_line(driver)]
     assert doctor.kernel_lines(driver, installed) == [doctor.Finding("ok", "GPU 0 tensors", "kernels for sm_90a")]
-    old = doctor.Driver(13000, (doctor.Gpu("V100", (7, 0)),), None)
+    old = doctor.Driver(13000, (("V100", (7, 0)),), None)
     assert doctor.kernel_lines(old, installed)[0].state == "--"
     assert "7.0 is not supported" in doctor.kernel_lines(old, installed)[0].text
 

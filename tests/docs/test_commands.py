@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cute_attn.cli import main
+from perf import command
 from tests.docs.pages import ROOT, blocks
 
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
@@ -86,6 +87,8 @@ def check_python(words: list[str]) -> None:
         check_pytest(words[2:])
     elif words[1:3] == ["-m", "cute_attn"] and words[3] in REAL:
         assert main(words[3:]) == 0
+    elif words[1:4] == ["-m", "cute_attn", "bench"]:
+        command.parse(words[4:])
     elif words[1] == "-m" and words[2].split(".")[0] in ("cute_attn", "perf", "tests", "examples"):
         parse(words[2], words[3:])
     elif words[1] != "-m":

@@ -216,7 +216,7 @@ def test_a_row_of_the_tuner_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "WORKSPACE_BYTES", 1 << 20)  # the emulator follows every word of it
     w = one_request(70, 150, 2, 2, 64, 64, causal=True)
     sets = [w.inputs(torch.device("cpu"))]
-    trial = Trial.parse("64x64 2+1 x2")
+    trial = Trial.parse("rows=64,cols=64,per_sm=2,ping_pong=0")
     with emulator.using("sm_90a", kernels="fa3", sms=2, schedule=DELAYED) as emulation:
         (call,) = bind(trial, w, sets, backend="emulator")
         error = oracle(w, sets[0]).error(call())

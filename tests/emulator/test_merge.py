@@ -10,7 +10,7 @@ import torch
 
 from cute_attn import ArgumentError, emulator
 from cute_attn.dispatch import merge
-from cute_attn.integrations.distributed.partials import Partials
+from cute_attn.integrations.distributed.decode import Partials
 from cute_attn.integrations.distributed.ranks import Ranks
 from cute_attn.kernels.combine.spec import FEW_ROWS
 from tests.support.emulated_calls import emulated_merge

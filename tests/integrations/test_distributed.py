@@ -9,7 +9,7 @@ import torch
 
 from cute_attn import ArgumentError
 from cute_attn.integrations import distributed
-from cute_attn.integrations.distributed import ring, travel
+from cute_attn.integrations.distributed import ring
 from cute_attn.integrations.distributed.ranks import Ranks
 from cute_attn.integrations.distributed.zigzag import chunk_lengths
 from tests.support import distributed_cases, process_group
@@ -58,7 +58,7 @@ def test_steps_of_a_ring_cover_the_causal_mask(world_size: int, length: int) -> 
 def test_a_ring_of_cpu_tensors_starts_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: pytest.fail("it would make a CUDA context"))
     kv = torch.zeros(2, 1, 64), torch.zeros(2, 1, 64)
-    assert [*travel.around_the_ring(kv, [2], Ranks(None, 0, 1))] == [kv]
+    assert [*ring.around_the_ring(kv, [2], Ranks(None, 0, 1))] == [kv]
 
 
 def test_without_process_group() -> None:

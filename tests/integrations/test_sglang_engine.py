@@ -28,7 +28,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 import cute_attn.integrations.sglang as plugin
-from cute_attn.integrations.sglang import planned, tables
+from cute_attn.integrations.sglang import steps
 from cute_attn.integrations.sglang.backend import CuteAttnBackend
 from tests.support import sglang_runner
 from tests.support.noted import noted
@@ -197,9 +197,9 @@ def test_nothing_is_copied(page_size: int, monkeypatch: pytest.MonkeyPatch) -> N
     """Calls get the pool's memory with its strides, and every layer of a kind runs the plan of the first."""
     layers = [sglang_runner.layer(i) for i in range(3)]
     runner = Runner(layers, page_size)
-    backend, wrapper = CuteAttnBackend(runner), planned.BatchPrefillWithPagedKVCacheWrapper
+    backend, wrapper = CuteAttnBackend(runner), steps.BatchPrefillWithPagedKVCacheWrapper
     plans, runs = (noted(monkeypatch, wrapper, name) for name in ("plan", "run"))
-    decodes = noted(monkeypatch, tables, "xqa_batch_decode_with_kv_cache")
+    decodes = noted(monkeypatch, steps, "xqa_batch_decode_with_kv_cache")
     for batch in (runner.extend([1, 2], [40, 3]), runner.decode([2, 1])):
         backend.init_forward_metadata(batch)
         for layer in layers:
@@ -349,11 +349,11 @@ def test_decode_hooks_keep_addresses(case: str) -> None:
 def state_addresses(backend: CuteAttnBackend) -> list[int]:
     """Addresses that captured launches of a decode step read."""
     step = backend.forward_metadata
-    if isinstance(step, tables.TableStep):
+    if isinstance(step, steps.TableStep):
         used = [x for x in (*step.tables, step.seq_lens, step.mask) if x is not None]
     else:
         names = "_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf"
-        used = [getattr(wrapper, name) for wrapper in step._wrappers.values() for name in names]
+        used = [getattr(wrapper, name) for wrapper in step.plans.wrappers.values() for name in names]
     if backend._window_loc is not None:
         used.append(backend._window_loc)
     return [x.data_ptr() for x in used]

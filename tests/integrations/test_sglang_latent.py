@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from cute_attn.integrations import latent
 from cute_attn.integrations.sglang import limits
-from cute_attn.integrations.sglang.latent import LatentAttention, extended
 from cute_attn.integrations.sglang.limits import ServerFacts
-from cute_attn.integrations.sglang.metadata import LayerKind
-from cute_attn.integrations.sglang.tables import TableStep
-from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
+from cute_attn.integrations.sglang.steps import TableStep
 from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase, newest
-from tests.support.noted import noted
 from tests.support.sglang_case import LATENT_LAYERS
 
 HEADS = 4
-KIND = LayerKind(False, HEADS, 1, LATENT + ROPE, SCALE, -1, 0.0, True)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 needs_sglang = [
     pytest.mark.engines,
@@ -44,29 +40,12 @@ def test_rows_of_the_pool(q_lens: tuple[int, ...], page_size: int, narrow: bool,
     tables = case.table.clamp_min(0)
     step = TableStep([tables], case.seq_lens, q_lens[0])
     if len(set(q_lens)) > 1:
-        step = extended(step, list(q_lens))
+        step = step.extended(list(q_lens))
     assert step.num_tokens == sum(q_lens)
     out = torch.empty(sum(q_lens), HEADS, LATENT, dtype=BF16, device=device)
-    scale = torch.tensor([0.5], device=device) if narrow else None
-    LatentAttention(device).run_rows(step, KIND, case.q, case.cache, out, scale)
+    scale = torch.tensor([0.5], device=device) if narrow else 1.0
+    latent.decode(case.q, case.cache, step.latent(case.workspace()), SCALE, scale, out=out)
     assert_close(out, case.expected((0.5, 0.5) if narrow else (1.0, 1.0))[0])
-
-
-def test_prompts_are_planned_once_per_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = LatentAttention(device)
-    plans = noted(monkeypatch, BatchPrefillWithRaggedKVCacheWrapper, "plan")
-    kind = KIND._replace(num_kv_heads=HEADS, head_dim=192)
-    generator = torch.Generator().manual_seed(0)
-    for q_lens in ((7, 1, 30), (7, 2)):
-        tables, lengths = torch.zeros(2, len(q_lens), 1, dtype=torch.int32, device=device)
-        step = extended(TableStep([tables], lengths[:, 0]), list(q_lens))
-        for _ in range(2):  # layers
-            q, k, v = (torch.randn(sum(q_lens), HEADS, n, generator=generator).to(BF16) for n in (192, 192, 128))
-            out = torch.empty_like(v).to(device)
-            attention.run_new(step, kind, (q.to(device), k.to(device), v.to(device)), out)
-            parts = zip(*(x.split(q_lens) for x in (q, k, v)), strict=True)
-            assert_close(out, torch.cat([newest(*part) for part in parts]))
-    assert len(plans) == 2
 
 
 def test_servers_of_latent_attention() -> None:

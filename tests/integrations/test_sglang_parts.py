@@ -17,11 +17,10 @@ import torch
 import cute_attn.integrations.sglang as plugin
 from cute_attn import emulator
 from cute_attn.errors import NotSupported
-from cute_attn.integrations.sglang import limits, planned, tables
+from cute_attn.integrations.sglang import limits, steps
 from cute_attn.integrations.sglang.limits import ServerFacts
-from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
-from cute_attn.integrations.sglang.planned import PlannedAttention
-from cute_attn.integrations.sglang.tables import GraphTables, Operands, TableStep, attend
+from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask
+from cute_attn.integrations.sglang.steps import GraphTables, Operands, PlannedAttention, TableStep, attend
 from cute_attn.integrations.workspaces import Workspaces
 from tests.support.engine_case import Graph
 from tests.support.noted import noted
@@ -43,7 +42,7 @@ SERVER = ServerFacts(BF16, BF16)
 LAYER = Layer()
 
 
-# ---- tables and lengths
+# ---- tables
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -68,15 +67,6 @@ def test_page_tables(page_size: int) -> None:
         flat = pages.page_indices(server.requests, server.seq_lens, sum(map(len, expected)))
         assert flat.dtype == torch.int32
         assert flat.tolist() == list(itertools.chain(*moved))
-
-
-def test_lengths() -> None:
-    found = lengths([3, 1, 0, 16], torch.tensor([20, 16, 0, 33]), 16)
-    assert found.qo_indptr.tolist() == [0, 3, 4, 4, 20]
-    assert found.kv_indptr.tolist() == [0, 2, 3, 3, 6]
-    assert found.last_page_len.tolist() == [4, 16, 0, 1]
-    assert (found.num_tokens, found.num_pages) == (20, 6)
-    assert all(x.dtype == torch.int32 for x in found[:3])
 
 
 def test_pages_are_views() -> None:
@@ -123,10 +113,10 @@ def test_masks_of_drafts_take_few_operations() -> None:
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_extend(name: str, page_size: int, device: str) -> None:
-    """Two steps of one set of wrappers; the second has cached prefixes."""
+    """Two steps of one set of wrappers; the second has cached prefixes, and a request without tokens."""
     attention = PlannedAttention(Workspaces.on(device).planned, SERVER._replace(page_size=page_size), decode=False)
     kind = KINDS[name]
-    for kv_lens, q_lens in (([37, 5], [37, 5]), ([40, 1, 90], [3, 1, 20])):
+    for kv_lens, q_lens in (([37, 5], [37, 5]), ([40, 0, 90], [3, 0, 20])):
         server = Server(page_size, kv_lens, device, q_lens=q_lens)
         begin(server, attention)
         out = torch.empty_like(server.q)
@@ -155,7 +145,7 @@ def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) 
 
 def test_deterministic_plans_forbid_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits would make results depend on the rest of the batch."""
-    plans = noted(monkeypatch, planned.BatchPrefillWithPagedKVCacheWrapper, "plan")
+    plans = noted(monkeypatch, steps.BatchPrefillWithPagedKVCacheWrapper, "plan")
     for deterministic in (False, True):
         form = SERVER._replace(page_size=16, deterministic=deterministic)
         for decode, q_lens in ((False, [3, 1]), (True, [1, 1])):
@@ -191,8 +181,8 @@ def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool, dev
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_decode_on_a_kernel(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel reads the pool through its views; table entries past a request's keys are -1."""
-    decode = functools.partial(tables.xqa_batch_decode_with_kv_cache, backend="emulator")
-    monkeypatch.setattr(tables, "xqa_batch_decode_with_kv_cache", decode)
+    decode = functools.partial(steps.xqa_batch_decode_with_kv_cache, backend="emulator")
+    monkeypatch.setattr(steps, "xqa_batch_decode_with_kv_cache", decode)
     server, kind = Server(page_size, [37, 5]), KINDS["window"]
     attention = by_tables("cpu")
     step = TableStep([PageTables(server.slots, page_size).block_tables(server.requests)], server.seq_lens.int())

@@ -12,8 +12,9 @@ import torch
 
 from cute_attn import emulator
 from cute_attn.errors import ArgumentError
-from cute_attn.integrations.vllm import latent, support
-from cute_attn.integrations.vllm.latent import LatentDecodes, LatentPrefills
+from cute_attn.integrations import latent
+from cute_attn.integrations.latent import LatentDecodes, LatentPrefills
+from cute_attn.integrations.vllm import support
 from cute_attn.integrations.vllm.metadata import split_decodes
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from tests.support.engine_case import Batch, Graph, Tokens, merge, workspace
@@ -44,7 +45,8 @@ def described(case: MlaCase, device: str, padding: int = 0) -> LatentDecodes:
     lengths = torch.cat((case.seq_lens, case.seq_lens.new_zeros(padding)))
     decodes = split_decodes(starts.cpu(), len(lengths), rows, max(case.q_lens), max(case.q_lens))
     backend = "emulator" if device == "emulator" else "auto"
-    return LatentDecodes(decodes, table, lengths, starts, case.workspace(), backend)
+    where = table, lengths, None if decodes.uniform else starts
+    return LatentDecodes(decodes.num_tokens, decodes.q_len, *where, case.workspace(), backend)
 
 
 @pytest.mark.parametrize("device", ENTRIES)
@@ -87,10 +89,8 @@ def test_prefills_merge_new_tokens_and_chunks_of_context(device: str, monkeypatc
     """Two layers share the plans of a step; values are columns of wider rows, as vLLM splits them."""
     new, chunks = (5, 9), ((20, 4), (7, 30))
     lens = list(zip(*chunks, new, strict=True))  # of each request
-    dims = {"num_qo_heads": 2, "num_kv_heads": 2, "head_dim_qk": 128 + ROPE, "head_dim_vo": 128}
-    prefills = LatentPrefills(workspace(device), sm_scale=SCALE, **dims)
+    prefills, starts = LatentPrefills(workspace(device)), ends(new)
     plans = noted(monkeypatch, BatchPrefillWithRaggedKVCacheWrapper, "plan")
-    prefills.begin(torch.tensor(new))
     for seed in range(2):
         whole = Tokens(Batch(new, [*map(sum, lens)], (2, 2), 128 + ROPE, 128, seed=seed), device)
         k, v = (
@@ -98,19 +98,19 @@ def test_prefills_merge_new_tokens_and_chunks_of_context(device: str, monkeypatc
             for side in (whole.keys, whole.values)
         )
         v = [torch.nn.functional.pad(x, (128, 0))[..., 128:] for x in v]
-        results = [prefills.run((whole.q, k[2], v[2]), None, True)]
+        results = [prefills.run(starts, (whole.q, k[2], v[2]), SCALE, None, True)]
         for i, n in enumerate(chunks):
             bounds = {"query_start_loc": ends(new).to(device), "cu_seq_lens": ends(n).to(device)}
             out = torch.empty(sum(new), 2, 128, dtype=whole.q.dtype, device=device)
-            results.append(prefills.run((whole.q, k[i], v[i]), out, True, SimpleNamespace(index=i, **bounds)))
+            chunk = SimpleNamespace(index=i, **bounds)
+            results.append(prefills.run(starts, (whole.q, k[i], v[i]), SCALE, out, True, chunk))
         assert all(lse.shape == (2, sum(new)) and lse.is_contiguous() for _, lse in results)
         merged, _ = merge([(out, lse.T / math.log(2)) for out, lse in results])
         torch.testing.assert_close(merged, whole.expected(SCALE, causal=True)[0], rtol=1e-2, atol=1e-2)
     assert [plan.kwargs["causal"] for plan in plans] == [True, False, False]
-    prefills.begin(torch.tensor([3]))
     newest_3 = whole.q[:3], k[2][:3], v[2][:3]
     out = torch.empty(3, 2, 128, dtype=whole.q.dtype, device=device)
-    assert prefills.run(newest_3, out, False) is out  # planned again
+    assert prefills.run(ends([3]), newest_3, SCALE, out) is out  # planned again
     torch.testing.assert_close(out.double().cpu(), newest(*(x.cpu() for x in newest_3)), rtol=1e-2, atol=1e-2)
 
 
@@ -124,4 +124,6 @@ def test_caches_of_another_dtype_are_refused() -> None:
     reason = support.cache_reason("float16", torch.bfloat16)
     assert reason is not None
     assert "must have the model's dtype" in reason
-    assert all(support.cache_reason(name, torch.bfloat16) is None for name in latent.CACHE_DTYPES if name != "float16")
+    assert all(
+        support.cache_reason(name, torch.bfloat16) is None for name in support.LATENT_DTYPES if name != "float16"
+    )

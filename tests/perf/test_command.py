@@ -26,14 +26,8 @@ DECODE, RAGGED, PAGED = (
 )
 
 
-def parsed(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    cli.add(parser.add_subparsers())
-    return parser.parse_args(["bench", *argv])
-
-
 def asked(routine: str, *argv: str) -> list[Any]:
-    return command.workloads(parsed("--routine", routine, *argv))
+    return command.workloads(command.parse(["--routine", routine, *argv]))
 
 
 def test_flags_become_the_problem() -> None:
@@ -79,7 +73,7 @@ def test_what_cannot_be_measured_is_refused(argv: tuple[str, ...], why: str) -> 
 def test_without_a_checkout_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli.cute_attn, "__file__", str(tmp_path / "cute_attn/__init__.py"))
     with pytest.raises(ArtifactError, match="not a checkout"):
-        cli.run(parsed())
+        cli.run(argparse.Namespace(rest=[]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks the message on a machine without a GPU")

@@ -42,21 +42,25 @@ def decode(batch_size: int, kv_dtype: str) -> BatchWorkload:
 @pytest.mark.parametrize(
     ("text", "trial"),
     [
-        ("128x48 4+2 x2 first-key packed", Trial(tile(128, 48, 4, 2, per_sm=2, from_first_key=True), packed=True)),
-        ("192x80 3+1 ping-pong", Trial(tile(192, 80, 3, 1, ping_pong=True))),
-        ("128x64 2+1 q-registers-96", Trial(tile(128, 64, 2, 1, q_registers=96))),
-        ("unpacked sections-of-16-MiB", Trial(None, False, 16)),
-        ("packed", Trial(packed=True)),
+        (
+            "rows=128,cols=48,stages=4,q_stages=2,ping_pong=0,per_sm=2,from_first_key=1,packed=1",
+            Trial(tile(128, 48, 4, 2, per_sm=2, from_first_key=True), packed=True),
+        ),
+        ("rows=192,cols=80,stages=3", Trial(HopperTile(192, 80, 3))),
+        ("rows=128,cols=64,q_registers=96", Trial(HopperTile(128, 64, q_registers=96))),
+        ("packed=0,section_mib=16", Trial(None, False, 16)),
+        ("packed=1", Trial(packed=True)),
     ],
 )
 def test_tiles_by_text(text: str, trial: Trial) -> None:
     assert Trial.parse(text) == trial
     assert trial.name == text
+    assert not trial.tile or type(trial.tile.ping_pong) is type(trial.tile.from_first_key) is bool  # as specs have it
 
 
-@pytest.mark.parametrize("text", ["", "128x64", "128x64 2+1 fast", "packed unpacked", "8x2x16x1"])
+@pytest.mark.parametrize("text", ["", "128x64", "rows=128", "rows=128,cols=64,fast=1", "packed", "8x2x16x1"])
 def test_other_text_is_no_tile(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="a tile is ROWSxCOLUMNS"):
+    with pytest.raises(ValueError, match="a tile is NAME=NUMBER"):
         Trial.parse(text)
 
 
@@ -150,9 +154,9 @@ def test_rings_by_text() -> None:
 
 
 def test_every_row_has_the_candidates_of_its_kind() -> None:
-    options = tune.parse(["prefill", "--try", "128x64 2+1", "8x2x16x1", "64x64x64x64", "packed"])
+    options = tune.parse(["prefill", "--try", "rows=128,cols=64", "8x2x16x1", "64x64x64x64", "packed=1"])
     prefill, step = SECTIONS["prefill"].workloads[0], decode(64, "e4m3")
-    assert list(tune.candidates(prefill, options, HOPPER)) == ["cute_attn 128x64 2+1", "cute_attn packed"]
+    assert list(tune.candidates(prefill, options, HOPPER)) == ["cute_attn rows=128,cols=64", "cute_attn packed=1"]
     assert list(tune.candidates(step, options, HOPPER)) == ["cute_attn 8x2x16x1"], "the other ring fits no SM"
     around = tune.parse(["prefill", "--around"])
     neighbours = tiles.neighbours(prefill.head_dim, tiles.of_table(prefill))
@@ -166,7 +170,7 @@ def test_every_row_has_the_candidates_of_its_kind() -> None:
 def test_what_is_neither_tile_nor_ring_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         tune.parse(["prefill", "--try", "128 by 64"])
-    assert "a tile is ROWSxCOLUMNS" in capsys.readouterr().err
+    assert "a tile is NAME=NUMBER" in capsys.readouterr().err
 
 
 def test_a_run_measures_the_candidates_of_its_rows(
@@ -174,13 +178,13 @@ def test_a_run_measures_the_candidates_of_its_rows(
 ) -> None:
     """Beside "auto" and the peers, kernels compiled first; the fastest is printed first."""
     compiled: list[object] = []
-    slow, fast = "cute_attn 128x64 2+1", "cute_attn packed"
+    slow, fast = "cute_attn rows=128,cols=64", "cute_attn packed=1"
 
     def measured(program: str, sections: dict[str, Section], options: Any, more: Any) -> dict[str, Any]:
         assert (program, list(sections)) == ("tune", ["prefill"])
         (w,) = sections["prefill"].workloads
         assert list(more(w)) == [slow, fast]
-        assert [spec.tile for spec in compiled] == [tile(128, 64, 2, 1)]  # type: ignore[attr-defined]
+        assert [spec.tile for spec in compiled] == [HopperTile(128, 64)]  # type: ignore[attr-defined]
         speeds = {"cute_attn": 174.0, slow: 150.0, fast: 208.8, "flash-attn-4": 124.0}
         entries: dict[str, Any] = {name: {"speed": speed} for name, speed in speeds.items()}
         entries["torch cuDNN"] = {"reason": "no windows"}
@@ -199,7 +203,7 @@ def test_a_run_measures_the_candidates_of_its_rows(
     monkeypatch.setattr(tune.artifacts, "get_many", get_many)
     monkeypatch.setattr(tune.archs, "for_device", lambda index: HOPPER)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    tune.main(["prefill", "--try", "128x64 2+1", "packed"])
+    tune.main(["prefill", "--try", "rows=128,cols=64", "packed=1"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == f"208.8 1.200 of auto 1.684 of the best peer {fast}".split()
     assert [line.split()[0] for line in lines[2:5]] == ["174.0", "150.0", "124.0"]

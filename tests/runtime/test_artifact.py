@@ -148,7 +148,7 @@ def test_random_bytes_anywhere() -> None:
 )
 def test_malformed_manifest(change: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A manifest without the artifact is a miss, any other change an ArtifactError."""
-    bundle.write(tmp_path, [(ToySpec(), WHOLE)])
+    bundle.write(tmp_path, [WHOLE])
     manifest = tmp_path / bundle.MANIFEST
     manifest.write_text(json.dumps(change(json.loads(manifest.read_text()))))
     bundle._contents.cache_clear()

@@ -21,7 +21,6 @@ import torch.distributed as dist
 import cute_attn
 from cute_attn import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, emulator
 from cute_attn.integrations import aten_flash, distributed
-from cute_attn.integrations.distributed import travel
 from tests.support.dense_attention import attention, random, seen
 from tests.support.engine_case import BF16, Batch, Tokens
 
@@ -272,7 +271,7 @@ def ring(device: torch.device, group: Any, *, causal: bool, length: int, **optio
 
 
 def ring_reuses_buffers(device: torch.device, group: Any) -> None:
-    with mock.patch.object(travel, "BUFFERS", 2):
+    with mock.patch("cute_attn.integrations.distributed.ring.BUFFERS", 2):
         ring(device, group, causal=True, length=43)
 
 

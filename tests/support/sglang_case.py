@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from cute_attn.integrations.sglang import limits
-from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, lengths
-from cute_attn.integrations.sglang.planned import PlannedAttention
+from cute_attn.integrations.sglang.metadata import LayerKind, PageTables
+from cute_attn.integrations.sglang.steps import PlannedAttention
 from tests.support.engine_case import Batch, Tokens
 
 BF16 = torch.bfloat16
@@ -87,7 +87,5 @@ KINDS = {
 
 def begin(server: Server, attention: PlannedAttention, **options: Any) -> None:
     """Start a step over the pages of a server's requests."""
-    pages = PageTables(server.slots, server.page_size)
-    counted = lengths(server.q_lens, server.kv_lens, server.page_size)
-    indices = pages.page_indices(server.requests, server.seq_lens, counted.num_pages)
-    attention.begin(counted, [indices], **options)
+    pools = [PageTables(server.slots, server.page_size)]
+    attention.begin(pools, server.requests, server.seq_lens, server.q_lens, server.kv_lens, **options)

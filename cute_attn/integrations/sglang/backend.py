@@ -19,9 +19,8 @@ from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
 
 from cute_attn.integrations.sglang.base import PagedBackend, drafts_of
-from cute_attn.integrations.sglang.metadata import LayerKind, Lengths, PageTables, as_pages, draft_mask, lengths
-from cute_attn.integrations.sglang.planned import PlannedAttention
-from cute_attn.integrations.sglang.tables import Operands, TableStep, attend
+from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, as_pages, draft_mask
+from cute_attn.integrations.sglang.steps import Operands, PlannedAttention, TableStep, attend
 from cute_attn.integrations.workspaces import Workspaces
 from cute_attn.runtime import capture
 
@@ -70,7 +69,7 @@ class CuteAttnBackend(PagedBackend):
         if not mode.is_decode():
             return self._begin_extend(batch)
         if self._plans_decode:
-            return self._begin(self._decode, batch, self._decode_lengths(batch))
+            return self._begin_decode(self._decode, batch)
         return self._table_step(batch)
 
     def _begin_extend(self, batch: Any) -> PlannedAttention:
@@ -78,21 +77,15 @@ class CuteAttnBackend(PagedBackend):
         if extended is None or cached is None:  # batches that SGLang pads on the device alone: a synchronisation
             extended, cached = batch.extend_seq_lens.tolist(), batch.extend_prefix_lens.tolist()
         kv_lens = [new + old for new, old in zip(extended, cached, strict=True)]
-        return self._begin(self._extend, batch, lengths(extended, kv_lens, self.page_size))
+        return self._extend.begin(self._pools, batch.req_pool_indices, batch.seq_lens, extended, kv_lens)
 
-    def _decode_lengths(self, batch: Any) -> Lengths:
-        kv_lens = batch.seq_lens_cpu
-        if kv_lens is None:
-            kv_lens = batch.seq_lens.cpu()  # SGLang keeps the host's copy for backends with `needs_cpu_seq_lens`
-        return lengths([1] * len(kv_lens), kv_lens, self.page_size)
-
-    def _begin(
-        self, attention: PlannedAttention, batch: Any, counted: Lengths, kinds: Iterable[LayerKind] = ()
+    def _begin_decode(
+        self, attention: PlannedAttention, batch: Any, kinds: Iterable[LayerKind] = ()
     ) -> PlannedAttention:
-        """Start a step of planned attention and return that."""
-        where = batch.req_pool_indices, batch.seq_lens, counted.num_pages
-        attention.begin(counted, [pool.page_indices(*where) for pool in self._pools], kinds)
-        return attention
+        requests, seq_lens, kv_lens = batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu
+        if kv_lens is None:
+            kv_lens = seq_lens.cpu()  # SGLang keeps the host's copy for backends with `needs_cpu_seq_lens`
+        return attention.begin(self._pools, requests, seq_lens, [1] * len(kv_lens), kv_lens, kinds)
 
     # ---- CUDA graphs
 
@@ -121,7 +114,7 @@ class CuteAttnBackend(PagedBackend):
             if decode is None:
                 decode = PlannedAttention(self._workspace, self._facts, True, (batch_size, self._graph_indices))
                 self._graph_decodes[batch_size] = decode
-            return self._begin(decode, batch, self._decode_lengths(batch), set(self._kinds.values()))
+            return self._begin_decode(decode, batch, set(self._kinds.values()))
         assert self._graph_tables is not None
         branching = q_len > 1 and self._facts.draft_trees
         if branching:

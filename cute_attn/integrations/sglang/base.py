@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, Scale
-from cute_attn.integrations.sglang.tables import GraphTables, Operands, TableStep
+from cute_attn.integrations.sglang.steps import GraphTables, Operands, TableStep
 from cute_attn.request import checks
 from cute_attn.request.settings import FP8
 from cute_attn.runtime import capture

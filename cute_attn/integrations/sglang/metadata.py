@@ -1,20 +1,18 @@
-"""SGLang's batches as cute_attn's arguments: kinds of layers, page tables, lengths, masks of drafts. Needs torch alone.
+"""SGLang's batches as cute_attn's arguments: kinds of layers, page tables, masks of drafts. Needs torch alone.
 
 SGLang keeps a slot of its token pool for every token of every request. Slots of a page follow each other, so that the
 first slot of each page, divided by the page size, is its page number. All tables are made on the device of the pool
-without a synchronisation; lengths of plans come from the lists that SGLang keeps on the host.
+without a synchronisation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from cute_attn.integrations.sglang.limits import attn_type_of, soft_cap_of, window_of
-from cute_attn.request.index_arrays import bounds, int32, last_page_len
 
 WORD_BITS = 32  # of the masks of drafts
 Scale = float | torch.Tensor | None  # of keys or values of an fp8 pool; None: 1
@@ -45,28 +43,6 @@ class LayerKind(NamedTuple):
             soft_cap_of(layer),
             attn_type_of(layer) != "encoder_only",
         )
-
-
-class Lengths(NamedTuple):
-    """Lengths of a batch as plans take them: int32 tensors on the host."""
-
-    qo_indptr: torch.Tensor
-    kv_indptr: torch.Tensor
-    last_page_len: torch.Tensor
-    num_tokens: int
-    num_pages: int
-
-
-def lengths(q_lens: Sequence[int], kv_lens: Sequence[int] | torch.Tensor, page_size: int) -> Lengths:
-    """Return the lengths of a batch from query tokens and keys of each request, the query tokens' own included.
-
-    `kv_lens` may be a tensor on the CPU.
-    """
-    kv = np.asarray(kv_lens, np.int64)
-    pages = -(-kv // page_size)
-    qo_indptr, kv_indptr = bounds(np.asarray(q_lens, np.int64)), bounds(pages)
-    last = last_page_len(kv, pages, page_size)
-    return Lengths(int32(qo_indptr), int32(kv_indptr), int32(last), int(qo_indptr[-1]), int(kv_indptr[-1]))
 
 
 class PageTables:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from cute_attn.integrations import latent, workspaces
+from cute_attn.integrations.latent import LatentPrefills
 from cute_attn.integrations.sglang import limits
 from cute_attn.integrations.sglang.base import PagedBackend, refuse_arguments
-from cute_attn.integrations.sglang.latent import LatentAttention, extended
 from cute_attn.integrations.sglang.metadata import as_pages
-from cute_attn.integrations.sglang.tables import Operands, TableStep
+from cute_attn.integrations.sglang.steps import Operands, TableStep
 
 
 class CuteAttnMLABackend(PagedBackend):
@@ -22,7 +24,8 @@ class CuteAttnMLABackend(PagedBackend):
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
-        self._attention = LatentAttention(self.device)
+        self._workspace = torch.empty(workspaces.BYTES, dtype=torch.uint8, device=self.device)
+        self._prefills = LatentPrefills(self._workspace)
 
     def _describe(self, batch: Any) -> TableStep:
         step = self._table_step(batch)
@@ -31,7 +34,7 @@ class CuteAttnMLABackend(PagedBackend):
         q_lens = batch.extend_seq_lens_cpu
         if q_lens is None:  # batches that SGLang pads on the device alone: a synchronisation
             q_lens = batch.extend_seq_lens.tolist()
-        return extended(step, list(q_lens))
+        return step.extended(list(q_lens))
 
     # ---- a layer
 
@@ -39,7 +42,8 @@ class CuteAttnMLABackend(PagedBackend):
         refuse_arguments({"sinks": new.sinks})
         (k, v), q, kind, step = new.kv, new.q, new.kind, self.forward_metadata
         if (kind.head_dim, layer.v_head_dim) != limits.ABSORBED:
-            self._attention.run_new(step, kind, (q, k[: len(q)], v[: len(q)]), new.out)
+            assert step.starts_cpu is not None, "SGLang decompresses keys in extends only"
+            self._prefills.run(step.starts_cpu, (q, k[: len(q)], v[: len(q)]), kind.sm_scale, new.out)
             return
         scale, _ = self._scales(layer)
         if saved_with is not None:
@@ -47,4 +51,5 @@ class CuteAttnMLABackend(PagedBackend):
                 layer, KVWriteLoc.for_batch(saved_with), k if scale is None else k / scale, v
             )
         cache = as_pages(self.token_to_kv_pool.get_key_buffer(layer.layer_id)[:, 0], self.page_size, "NHD")
-        self._attention.run_rows(step, kind, q, cache, new.out, scale)
+        decodes = step.latent(self._workspace)
+        latent.decode(q, cache, decodes, kind.sm_scale, 1.0 if scale is None else scale, out=new.out)

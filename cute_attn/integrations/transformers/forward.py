@@ -11,14 +11,16 @@ import torch
 
 from cute_attn.decode import xqa_batch_decode_with_kv_cache
 from cute_attn.dispatch import capabilities
-from cute_attn.errors import ArgumentError
+from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.integrations import workspaces
-from cute_attn.integrations.transformers import checks, descriptors, plans
+from cute_attn.integrations.transformers import descriptors, plans
 from cute_attn.integrations.transformers.descriptors import Rows, Run
-from cute_attn.integrations.transformers.pages import token_pages
-from cute_attn.integrations.transformers.plans import Operands
+from cute_attn.integrations.transformers.plans import Operands, token_pages
+from cute_attn.request import checks
+from cute_attn.request.settings import HALF
 
 T = TypeVar("T")
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def attention(
@@ -66,7 +68,7 @@ def attention(
     ------
     NotSupported (a NotImplementedError: gradients, dropout, attention weights, dtypes), ArgumentError (a ValueError).
     """
-    checks.check_call(module, (query, key, value), dropout, options)
+    check_call(module, (query, key, value), dropout, options)
     operands = Operands(
         query,
         key,
@@ -83,7 +85,7 @@ def attention(
     packed = options.get("cu_seq_lens_q")
     if torch.compiler.is_compiling():
         if packed is not None:
-            checks.refuse("cu_seq_lens_q under torch.compile", "lengths are on the host", "position_ids")
+            refuse("cu_seq_lens_q under torch.compile", "lengths are on the host", "position_ids")
         from cute_attn.integrations.transformers import ops
 
         return ops.traced(operands, attention_mask, causal, window_left), None
@@ -93,7 +95,7 @@ def attention(
     if packed is not None:
         descriptors.renew(packed, module)
         sizes = query.shape[0], query.shape[2], key.shape[2]
-        bounds = _kept(packed, sizes, True, lambda: checks.bounds(packed, options.get("cu_seq_lens_k"), *sizes))
+        bounds = _kept(packed, sizes, True, lambda: packed_bounds(packed, options.get("cu_seq_lens_k"), *sizes))
     return run(operands, attention_mask, causal, window_left, bounds=bounds), None
 
 
@@ -119,7 +121,7 @@ def run(
         _check_extent(rows, operands)
         return plans.run_rows(operands, _parted(rows, bounds) if bounds else rows)
     if not descriptors.is_decode(mask):
-        checks.check_mask(mask, q, k)
+        check_mask(mask, q, k)
         if q.shape[2] > 1:
             return plans.run_mask(operands, mask, _kept(mask, "identity", keep, object), bounds)
         exact = mask
@@ -150,7 +152,7 @@ def _run_unmasked(operands: Operands, causal: bool, window_left: int, bounds: tu
 def _parted(rows: Rows, bounds: tuple[int, ...]) -> Rows:
     """Part the runs of one row of tokens at the bounds of packed sequences, once for all layers."""
     if any((run.q_start, run.q_len) != (run.kv_start, run.kv_len) for run in rows.runs):
-        checks.refuse("cu_seq_lens_q with padding in attention_mask", "tokens are packed", "sequences without padding")
+        refuse("cu_seq_lens_q with padding in attention_mask", "tokens are packed", "sequences without padding")
     starts = sorted({*bounds, *(run.q_start for run in rows.runs)})
     return rows._replace(runs=tuple(Run(a, b - a, 0, a, b - a) for a, b in itertools.pairwise(starts)))
 
@@ -249,3 +251,69 @@ def _kept(tensor: torch.Tensor, key: Hashable, keep: bool, make: Callable[[], T]
         memo.found[key] = make()
     found: T = memo.found[key]
     return found
+
+
+# ---- what is refused, before anything runs: each with the reason and what to use instead
+
+
+WEIGHTS = "attention weights are never in memory"
+EAGER = 'attn_implementation="eager"'
+REFUSED = {
+    "head_mask": ("head_mask", WEIGHTS, EAGER),
+    "position_bias": ("position_bias", "scores get no bias", EAGER),
+    "cache": ("the paged cache of continuous batching", "transformers asks for a flash implementation", "generate()"),
+}
+refuse = functools.partial(checks.refuse, who="cute_attn")
+
+
+def check_call(module: torch.nn.Module, tensors: Tensors, dropout: float, options: Any) -> None:
+    """Refuse what the kernels cannot do: gradients, dropout, weights as output, biases, other dtypes."""
+    if dropout:
+        refuse(f"dropout = {dropout}", "the kernels are for inference", f"model.eval(), or {EAGER} to train")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        where = "in training mode" if module.training else "with gradients"
+        refuse(f"a forward pass {where}", "no backward pass exists", f"torch.no_grad(), or {EAGER} to train")
+    if options.get("output_attentions"):
+        refuse("output_attentions=True", WEIGHTS, EAGER)
+    for name, refusal in REFUSED.items():
+        if options.get(name) is not None:
+            refuse(*refusal)
+    if options.get("cu_seq_lens_q") is None and options.get("cu_seq_lens_k") is not None:
+        raise ArgumentError("cu_seq_lens_q must be given with cu_seq_lens_k, got None")
+    q, k, v = tensors
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if not isinstance(x, torch.Tensor) or x.dim() != 4:
+            raise ArgumentTypeError(f"{name} must be a tensor [batch, heads, tokens, head_dim]")
+    if q.dtype not in HALF:
+        refuse(f"query of {q.dtype}", "the matrix instructions take 16 bits", "from_pretrained(dtype=torch.bfloat16)")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ArgumentError(f"query, key and value must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+
+
+def check_mask(mask: Any, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Check the shape of an exact mask."""
+    shape = tuple(mask.shape)
+    if len(shape) != 4 or shape[1] != 1 or shape[0] not in (1, q.shape[0]) or shape[2:] != (q.shape[2], k.shape[2]):
+        raise ArgumentError(
+            f"attention_mask must have shape [batch or 1, 1, q_len, kv_len] = [{q.shape[0]}, 1, {q.shape[2]}, "
+            f"{k.shape[2]}], the same for all heads, got {list(shape)}"
+        )
+
+
+def packed_bounds(q_lens: torch.Tensor, k_lens: Any, batch: int, q_len: int, kv_len: int) -> tuple[int, ...]:
+    """Return the bounds of packed sequences: one row of tokens, without a cache; of a single one none."""
+    found = tuple(q_lens.tolist())
+    if (
+        batch != 1
+        or kv_len != q_len
+        or not found
+        or (found[0], found[-1]) != (0, q_len)
+        or list(found) != sorted(found)
+    ):
+        raise ArgumentError(
+            f"cu_seq_lens_q must go from 0 to the tokens of one row, {q_len}, without cached keys, got {list(found)} "
+            f"for {batch} rows of {q_len} queries and {kv_len} keys"
+        )
+    if k_lens is not None and k_lens is not q_lens and tuple(k_lens.tolist()) != found:
+        raise ArgumentError(f"cu_seq_lens_k must be cu_seq_lens_q, {list(found)}, or None, got {k_lens.tolist()}")
+    return found if len(set(found)) > 2 else ()

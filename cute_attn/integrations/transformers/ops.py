@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from cute_attn.integrations.transformers import checks, descriptors, forward
-from cute_attn.integrations.transformers.pages import token_pages
-from cute_attn.integrations.transformers.plans import Operands
+from cute_attn.integrations.transformers import descriptors, forward
+from cute_attn.integrations.transformers.plans import Operands, token_pages
 
 NAMESPACE = "cute_attn_transformers"
 
@@ -79,7 +78,7 @@ def traced(operands: Operands, mask: torch.Tensor | None, causal: bool, window_l
     q, k, v, sinks, scale, soft_cap, backend = operands
     if mask is not None and q.shape[2] == 1 and forward.runs_on_xqa(operands):
         if mask.dtype == torch.bool:
-            checks.check_mask(mask, q, k)
+            forward.check_mask(mask, q, k)
             mask = forward.as_decode(mask, q.shape[0])
         if descriptors.is_decode(mask):
             lengths, tables = forward.decode_tables(operands, mask)

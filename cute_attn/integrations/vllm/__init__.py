@@ -4,8 +4,8 @@
 vLLM finds `register` by the entry point `cute_attn` of the group `vllm.general_plugins`, in every process. Nothing else
 of this package is imported until a backend is selected.
 
-`support.py`, `cache.py`, `metadata.py`, `attention.py` and `latent.py` need torch only; `backend.py` and `mla.py` are
-the classes that vLLM asks for.
+`support.py`, `cache.py`, `metadata.py` and `attention.py` need torch only; `backend.py` and `mla.py` are the classes
+that vLLM asks for.
 """
 
 from __future__ import annotations

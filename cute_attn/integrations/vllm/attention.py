@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError
 from cute_attn.integrations.vllm import cache, support
 from cute_attn.integrations.vllm.cache import CacheViews
 from cute_attn.integrations.vllm.metadata import KV_LAYOUT, LayerType, StepMetadata
-from cute_attn.integrations.vllm.support import COPY, Layer
+from cute_attn.integrations.vllm.support import COPY, NVFP4, Layer
+from cute_attn.page import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
+from cute_attn.request import nvfp4
+from cute_attn.request.append import Append, SlotMapping
 from cute_attn.request.settings import HALF
 from cute_attn.xqa.decode import xqa_batch_decode_with_kv_cache
 
@@ -69,9 +73,33 @@ class LayerAttention:
         slot_mapping: torch.Tensor,
         scales: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """Write keys and values `[tokens, kv_heads, head_size]` to their slots; `scales`: of keys and of values."""
-        if kv_cache.numel():
-            cache.write((key, value), slot_mapping, self.views(kv_cache), self.stored, scales)
+        """Write keys and values to their slots: one launch on a GPU, which a CUDA graph can contain, indexing on a CPU.
+
+        Parameters
+        ----------
+        key, value : `[tokens, kv_heads, head_size]`; rows past the slots are padding and not written.
+        kv_cache : the layer's cache. Nothing is written to one without elements.
+        slot_mapping : integers `[n]`, slot = block * block_size + offset; rows of negative slots are not written.
+        scales : of keys and of values, fp32 tensors of one element; a quantised cache contains rows divided by them.
+        """
+        if not kv_cache.numel():
+            return
+        caches, stored, n = self.views(kv_cache), self.stored, slot_mapping.shape[0]
+        if key.shape[0] != n:
+            key, value = key[:n], value[:n]
+        if stored == NVFP4:
+            assert caches.block_scales is not None
+            nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+                key, value, slot_mapping, caches.pair, caches.block_scales, *scales, kv_layout=KV_LAYOUT
+            )
+            return
+        slots = SlotMapping(slot_mapping)
+        if stored == COPY:
+            append.run(Append((key, value), caches.rows, slots))
+            return
+        device = caches.rows[0].device
+        k_scale, v_scale = (nvfp4.scale_of(name, x, device) for name, x in zip("kv", scales, strict=True))
+        append.run(Append((key, value), caches.rows, slots, stored, (), (k_scale, v_scale)))
 
     def run(
         self,
@@ -104,12 +132,12 @@ class LayerAttention:
             self._decode(query, caches, step, output, (k_scale, v_scale))
         if not (step.has_prefills or self.plans_decode):
             return
-        session = step.planned(self._type, self.plans_decode)
-        rows, window_left, options = session.rows, self.layer.window_left, {}
-        if session.ranges is not None:
-            options = {"bidirectional_ranges": session.ranges, "causal_window_left": window_left}
+        wrapper, rows, ranges = step.planned(self._type, self.plans_decode)
+        window_left, options = self.layer.window_left, {}
+        if ranges is not None:
+            options = {"bidirectional_ranges": ranges, "causal_window_left": window_left}
             options["range_window_left"] = window_left + 1 if clamps_ranges else -1
-        session.wrapper.run(
+        wrapper.run(
             query[rows],
             caches.pair,
             q_scale=self.layer.scale,
@@ -185,6 +213,5 @@ class EncoderAttention:
         past the step's tokens are padding.
         """
         kind = LayerType.of(self.layer, 0, query.dtype, query.dtype, self.batch_invariant)
-        session = step.planned(kind, decodes_too=True)
-        rows = session.rows
-        session.wrapper.run(query[rows], key[rows], value[rows], q_scale=self.layer.scale, out=output[rows])
+        wrapper, rows, _ = step.planned(kind, decodes_too=True)
+        wrapper.run(query[rows], key[rows], value[rows], q_scale=self.layer.scale, out=output[rows])

@@ -251,20 +251,9 @@ class CuteAttnBackend(OnKernels, AttentionBackend):
     forward_includes_kv_cache_update = False
     supports_kv_cache_update_bypass = True  # `forward` reads the cache only
 
-    @staticmethod
-    def get_name() -> str:
-        """Return the name under which vLLM's registry has the backend."""
-        return NAME
-
-    @staticmethod
-    def get_impl_cls() -> type[CuteAttnImpl]:
-        """Return the class of a layer's attention."""
-        return CuteAttnImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CuteAttnMetadataBuilder]:
-        """Return the class that builds the metadata of a step."""
-        return CuteAttnMetadataBuilder
+    get_name = staticmethod(lambda: NAME)
+    get_impl_cls = staticmethod(lambda: CuteAttnImpl)
+    get_builder_cls = staticmethod(lambda: CuteAttnMetadataBuilder)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

@@ -1,4 +1,4 @@
-"""vLLM's KV cache of a layer: views of its keys and values with the engine's strides, and writes to its slots.
+"""vLLM's KV cache of a layer: views of its keys and values with the engine's strides.
 
 A layer has one tensor. Its logical shape is `[blocks, kv_heads, block_size, 2 * head_size]`, keys in the first half of
 the last axis, values in the second; how it lies in memory (NHD, HND, blocks of several layers side by side) is in its
@@ -12,12 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError
 from cute_attn.integrations.vllm.support import COPY, NVFP4, Layer, stored_as
-from cute_attn.page import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
-from cute_attn.request import nvfp4
-from cute_attn.request.append import Append, SlotMapping
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 BLOCK = 16  # elements that share a scale in NVFP4
@@ -80,32 +76,3 @@ def _nvfp4_views(cache: torch.Tensor, of: Layer) -> CacheViews:
     k, v = part(0, 0, data), part(1, 0, data)
     k_sf, v_sf = (part(side, cells * data, scale).view(torch.float8_e4m3fn) for side in range(2))
     return CacheViews((k, v), (k.transpose(1, 2), v.transpose(1, 2)), (k_sf, v_sf))
-
-
-def write(
-    rows: Pair, slot_mapping: torch.Tensor, caches: CacheViews, stored: str, scales: tuple[torch.Tensor, torch.Tensor]
-) -> None:
-    """Write keys and values to their slots: one launch on a GPU, which a CUDA graph can contain, indexing on a CPU.
-
-    Parameters
-    ----------
-    rows : keys and values `[tokens, kv_heads, head_size]`; rows past the slots are padding and not written.
-    slot_mapping : integers `[n]`, slot = block * block_size + offset; rows of negative slots are not written.
-    caches, stored : views of the cache, and what it contains.
-    scales : of keys and of values, fp32 tensors of one element; a quantised cache contains rows divided by them.
-    """
-    n = slot_mapping.shape[0]
-    key, value = rows if rows[0].shape[0] == n else (rows[0][:n], rows[1][:n])
-    if stored == NVFP4:
-        assert caches.block_scales is not None
-        nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
-            key, value, slot_mapping, caches.pair, caches.block_scales, *scales, kv_layout="HND"
-        )
-        return
-    slots = SlotMapping(slot_mapping)
-    if stored == COPY:
-        append.run(Append((key, value), caches.rows, slots))
-        return
-    device = caches.rows[0].device
-    k_scale, v_scale = (nvfp4.scale_of(name, x, device) for name, x in zip("kv", scales, strict=True))
-    append.run(Append((key, value), caches.rows, slots, stored, (), (k_scale, v_scale)))

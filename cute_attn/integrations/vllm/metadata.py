@@ -18,18 +18,15 @@ import numpy as np
 import torch
 
 from cute_attn.attention import BatchPrefillWithCausalBidirectionalRangesWrapper
+from cute_attn.integrations.step_plans import StepPlans
 from cute_attn.integrations.vllm.support import Layer
 from cute_attn.integrations.workspaces import Workspaces
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request import checks
+from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.caches import in_table
 from cute_attn.request.index_arrays import bounds, int32, last_page_len
 
-Wrapper = (
-    BatchPrefillWithPagedKVCacheWrapper
-    | BatchPrefillWithCausalBidirectionalRangesWrapper
-    | BatchPrefillWithRaggedKVCacheWrapper
-)
 Spans = dict[int, list[tuple[int, int]]]  # of a request: the first and the last position of each of its images
 
 KV_LAYOUT = "HND"  # of the views of `cache.py`
@@ -54,61 +51,33 @@ class Size(NamedTuple):
     num_reqs: int
     q_len: int
     table_width: int
-    device: torch.device
 
 
 class LayerType(NamedTuple):
-    """What a plan depends on besides lengths and pages: arguments of `plan`. Scales and sinks are given to runs: layers
-    that differ in them share a plan.
+    """What a plan depends on besides lengths and pages. Scales and sinks are given to runs: layers that differ in them
+    share a plan.
     """
 
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim_qk: int
-    head_dim_vo: int
+    options: PlanOptions
     page_size: int  # 0: an encoder's layer, whose keys are those of the query tokens
-    q_data_type: torch.dtype
-    kv_data_type: torch.dtype
-    pos_encoding_mode: str
-    logits_soft_cap: float
-    window_left: int
-    causal: bool
-    disable_split_kv: bool  # batch invariant: tiles do not depend on lengths either
-    sm_scale: float = 1.0
+    batch_invariant: bool  # keys are not split: tiles do not depend on lengths either
 
     @classmethod
     def of(
         cls, layer: Layer, page_size: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, batch_invariant: bool
     ) -> LayerType:
         """Return the type of a layer. Encoders are not causal."""
-        heads, scores = (layer.num_heads, layer.num_kv_heads), (layer.pos_encoding_mode, layer.soft_cap)
-        form = *heads, layer.head_size, layer.head_size, page_size, q_dtype, kv_dtype
-        return cls(*form, *scores, layer.window_left, page_size > 0, batch_invariant)
+        sizes = layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size
+        scores = layer.pos_encoding_mode, page_size > 0, layer.window_left, layer.soft_cap, 1.0
+        return cls(PlanOptions(*sizes, q_dtype, kv_dtype, None, *scores), page_size, batch_invariant)
 
-    def wrapper(self, sessions: Sessions, ranges: bool, size: Size | None) -> Wrapper:
-        """Return a wrapper for layers of the type. `ranges`: tokens of an image see each other. `size`: of the CUDA
-        graph of decodes that its plan is part of.
-        """
-        workspace, backend = sessions.workspaces.planned, sessions.backend
-        if not self.page_size:
-            return BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
-        if ranges:
-            return BatchPrefillWithCausalBidirectionalRangesWrapper(
-                workspace, KV_LAYOUT, backend=backend, pos_encoding_mode=self.pos_encoding_mode,
-                q_data_type=self.q_data_type, kv_data_type=self.kv_data_type, head_dim_qk=self.head_dim_qk,
-                head_dim_vo=self.head_dim_vo,
-            )  # fmt: skip
-        if size is None:
-            return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, backend=backend)
-        count, _, width, device = size
-        lengths = (count + 1, count + 1, count * width + 1, count)
-        qo, kv, indices, last = (torch.zeros(n, dtype=torch.int32, device=device) for n in lengths)
-        return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, True, qo, kv, indices, last, backend=backend)
-
-    def options(self, ranges: bool) -> dict[str, Any]:
+    def arguments(self, ranges: bool) -> dict[str, Any]:
         """Return the keywords of its `plan`. Where tokens have ranges, runs say the mask."""
-        left_out = {"page_size"} if not self.page_size else {"causal", "window_left"} if ranges else set()
-        return {name: value for name, value in self._asdict().items() if name not in left_out}
+        found = {**self.options._asdict(), "disable_split_kv": self.batch_invariant}
+        if self.page_size:
+            found["page_size"] = self.page_size
+        left_out = ("causal", "window_left", "rope_scale", "rope_theta", "lse_base") if ranges else ()
+        return {name: value for name, value in found.items() if name not in left_out}
 
 
 class Decodes(NamedTuple):
@@ -178,19 +147,14 @@ class Batch:
         return np.where(used, lengths, 0).astype(np.int64)
 
 
-class Pages(NamedTuple):
-    """Index arrays of a plan: on the host but for `indices`, or all on the device."""
-
-    qo_indptr: torch.Tensor
-    kv_indptr: torch.Tensor
-    indices: torch.Tensor
-    last_page_len: torch.Tensor
+# Index arrays of a plan: qo_indptr, kv_indptr, page numbers, last_page_len.
+Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def pages(batch: Batch, first: int, page_size: int) -> Pages:
-    """Return the index arrays of the requests from `first` on.
+    """Return the index arrays of the requests from `first` on: on the host, but for the page numbers.
 
-    The page numbers are gathered from the block table on the device: positions go there in one copy from pinned memory,
+    These are gathered from the block table on the device: positions go there in one copy from pinned memory,
     and nothing waits.
     """
     lengths = batch.lengths(first)
@@ -203,12 +167,8 @@ def pages(batch: Batch, first: int, page_size: int) -> Pages:
         where = where.pin_memory().to(tables.device, non_blocking=True)
     indices = tables.view(-1).index_select(0, where)
     starts = batch.query_start_loc_cpu[first : batch.num_reqs + 1]
-    return Pages(
-        starts - starts[0],
-        int32(bounds(counts)),
-        indices,
-        int32(last_page_len(lengths, counts, page_size)),
-    )
+    last = last_page_len(lengths, counts, page_size)
+    return starts - starts[0], int32(bounds(counts)), indices, int32(last)
 
 
 def device_pages(batch: Batch, q_len: int, page_size: int) -> Pages:
@@ -226,7 +186,7 @@ def device_pages(batch: Batch, q_len: int, page_size: int) -> Pages:
     indices = lengths.new_zeros(count * width + 1)
     indices.scatter_(0, place.flatten().long(), batch.block_table[:count].flatten())
     qo_indptr = torch.arange(0, count * q_len + 1, q_len, dtype=torch.int32, device=lengths.device)
-    return Pages(qo_indptr, kv_indptr, indices, lengths - (counts - 1).clamp_min(0) * page_size)
+    return qo_indptr, kv_indptr, indices, lengths - (counts - 1).clamp_min(0) * page_size
 
 
 def token_ranges(batch: Batch, first: int, spans: Spans) -> torch.Tensor | None:
@@ -247,30 +207,32 @@ def token_ranges(batch: Batch, first: int, spans: Spans) -> torch.Tensor | None:
     return found.pin_memory().to(batch.seq_lens.device, non_blocking=True) if batch.seq_lens.is_cuda else found
 
 
-class Session:
-    """A wrapper that is kept between steps, and the step that it is planned for."""
-
-    def __init__(self, wrapper: Any) -> None:
-        self.wrapper = wrapper
-        self.step: StepMetadata | None = None
-        self.rows = slice(0)  # of the query, that the step's plan is for
-        self.ranges: torch.Tensor | None = None  # `token_ranges` of these rows
-
-
 class Sessions:
     """The wrappers of a KV cache group: one for each type of its layers. `backend`: of all calls, "auto" by default."""
 
     def __init__(self, workspaces: Workspaces, backend: str = "auto") -> None:
         self.workspaces = workspaces
         self.backend = backend
-        self._by_type: dict[tuple[LayerType, bool, Size | None], Session] = {}
+        self.plans = StepPlans(self._wrapper)
 
-    def of(self, kind: LayerType, ranges: bool, size: Size | None) -> Session:
-        """Return the session of a layer type, made by its first layer; arguments as for `LayerType.wrapper`."""
-        key = kind, ranges, size
-        if key not in self._by_type:
-            self._by_type[key] = Session(kind.wrapper(self, ranges, size))
-        return self._by_type[key]
+    def _wrapper(self, key: tuple[LayerType, bool, Size | None]) -> Any:
+        """Return a wrapper for layers of a type: where tokens of an image see each other, and where there is a size,
+        for plans that are part of a CUDA graph of decodes.
+        """
+        (options, page_size, _), ranges, size = key
+        workspace, backend = self.workspaces.planned, self.backend
+        if not page_size:
+            return BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
+        if ranges:
+            names = "pos_encoding_mode", "q_data_type", "kv_data_type", "head_dim_qk", "head_dim_vo"
+            fixed = {name: getattr(options, name) for name in names}
+            return BatchPrefillWithCausalBidirectionalRangesWrapper(workspace, KV_LAYOUT, backend=backend, **fixed)
+        if size is None:
+            return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, backend=backend)
+        count, _, width = size
+        lengths = (count + 1, count + 1, count * width + 1, count)
+        qo, kv, indices, last = (torch.zeros(n, dtype=torch.int32, device=workspace.device) for n in lengths)
+        return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, True, qo, kv, indices, last, backend=backend)
 
 
 @dataclass(eq=False)
@@ -289,6 +251,7 @@ class StepMetadata:
     decode_starts: torch.Tensor | None = field(init=False)
     _pages: dict[tuple[int, int], Pages] = field(default_factory=dict, init=False)
     _ranges: dict[int, torch.Tensor | None] = field(default_factory=dict, init=False)
+    _rows: dict[int, slice] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         n = self.decodes.num_reqs
@@ -306,36 +269,35 @@ class StepMetadata:
         """What a CUDA graph fixes whose part the plans of this step become; None where they are not part of one."""
         if not self.for_capture or self.has_prefills or not self.decodes.uniform:
             return None
-        table = self.batch.block_table
-        return Size(self.decodes.num_reqs, self.decodes.q_len, table.shape[1], self.batch.seq_lens.device)
+        return Size(self.decodes.num_reqs, self.decodes.q_len, self.batch.block_table.shape[1])
 
-    def planned(self, kind: LayerType, decodes_too: bool) -> Session:
-        """Return the session of a layer type, planned for this step: by the first layer of the type. `decodes_too`: for
-        all requests of the step, not only those after the decodes.
+    def planned(self, kind: LayerType, decodes_too: bool) -> tuple[Any, slice, torch.Tensor | None]:
+        """Return the wrapper of a layer type, planned for this step by the first layer of the type; the rows of the
+        query that its plan is for, and their `token_ranges`. `decodes_too`: all requests of the step, not only those
+        after the decodes.
 
         NotSupported while a CUDA graph is captured, but for uniform decodes: other plans need lengths on the host.
         """
         batch, first = self.batch, 0 if decodes_too else self.decodes.num_reqs
-        size = ranges = None
-        if kind.page_size:
-            kind, size = kind._replace(causal=self.causal), self._size_in_graph
+        size = self._size_in_graph if kind.page_size else None
+        if kind.page_size and not self.causal:
+            kind = kind._replace(options=kind.options._replace(causal=False))
         if kind.page_size and size is None:
-            if not self.causal and kind.window_left >= 0:
+            if not self.causal and kind.options.window_left >= 0:
                 raise NotImplementedError(
                     "a sliding window of tokens that see later keys: kernels have none to the right"
                 )
             if self.mm_prefix_range is not None and first not in self._ranges:
                 self._ranges[first] = token_ranges(batch, first, self.mm_prefix_range)
-            ranges = self._ranges.get(first)
-        session = self.sessions.of(kind, ranges is not None, size)
-        if session.step is not self:
-            session.step = None
-            session.wrapper.plan(*self._arrays(first, kind.page_size, size), **kind.options(ranges is not None))
-            starts, session.step = batch.query_start_loc_cpu, self
-            rows = slice(int(starts[first]), int(starts[batch.num_reqs]))
-            session.rows = rows if size is None else slice(0, self.decodes.num_tokens)
-        session.ranges = ranges
-        return session
+        ranges = self._ranges.get(first) if kind.page_size and size is None else None
+
+        def plan(wrapper: Any) -> None:
+            wrapper.plan(*self._arrays(first, kind.page_size, size), **kind.arguments(ranges is not None))
+            starts = batch.query_start_loc_cpu
+            self._rows[first] = slice(int(starts[first]), int(starts[batch.num_reqs]))
+
+        wrapper = self.sessions.plans.of((kind, ranges is not None, size), self, plan)
+        return wrapper, self._rows[first] if size is None else slice(0, self.decodes.num_tokens), ranges
 
     def _arrays(self, first: int, page_size: int, size: Size | None) -> Iterable[torch.Tensor]:
         """Return the index arrays of a plan for the requests from `first` on."""

@@ -21,10 +21,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefillBackend
 
-from cute_attn.integrations.vllm import MLA_NAME, latent, support
+from cute_attn.integrations import latent
+from cute_attn.integrations.latent import LatentDecodes, LatentPrefills
+from cute_attn.integrations.vllm import MLA_NAME, support
 from cute_attn.integrations.vllm.backend import OnKernels
-from cute_attn.integrations.vllm.latent import LatentDecodes, LatentPrefills
 from cute_attn.integrations.vllm.metadata import split_decodes, workspaces
+from cute_attn.request.index_arrays import bounds, int32
 from cute_attn.request.settings import HALF
 
 BLOCK_SIZE = 64  # tokens, where the user has not said: short blocks make long tables
@@ -62,7 +64,9 @@ class CuteAttnMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Cute
     ) -> CuteAttnMLADecodeMetadata:
         count = block_table_tensor.shape[0]
         decodes = split_decodes(query_start_loc_cpu, count, num_decode_tokens, max_query_len, max_query_len)
-        step = LatentDecodes(decodes, block_table_tensor, seq_lens_device, query_start_loc_device, self._workspace)
+        starts = None if decodes.uniform else query_start_loc_device
+        where = block_table_tensor, seq_lens_device, starts
+        step = LatentDecodes(decodes.num_tokens, decodes.q_len, *where, self._workspace)
         return CuteAttnMLADecodeMetadata(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, step)
 
 
@@ -126,22 +130,11 @@ class CuteAttnMLABackend(OnKernels, MLACommonBackend):
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(HALF)
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(latent.CACHE_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(support.LATENT_DTYPES)
 
-    @staticmethod
-    def get_name() -> str:
-        """Return the name under which vLLM's registry has the backend."""
-        return MLA_NAME
-
-    @staticmethod
-    def get_impl_cls() -> type[CuteAttnMLAImpl]:
-        """Return the class of a layer's attention."""
-        return CuteAttnMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CuteAttnMLAMetadataBuilder]:
-        """Return the class that builds the metadata of a step."""
-        return CuteAttnMLAMetadataBuilder
+    get_name = staticmethod(lambda: MLA_NAME)
+    get_impl_cls = staticmethod(lambda: CuteAttnMLAImpl)
+    get_builder_cls = staticmethod(lambda: CuteAttnMLAMetadataBuilder)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -187,15 +180,9 @@ class CuteAttnMLAPrefillBackend(MLAPrefillBackend):
         """Take the prefills of the next step. Its first layer plans them."""
         super().prepare_metadata(prefill_metadata)
         if self._prefills is None:
-            self._prefills = LatentPrefills(
-                workspaces(self.vllm_config, prefill_metadata.query_start_loc.device).planned,
-                num_qo_heads=self.num_heads,
-                num_kv_heads=self.num_heads,
-                head_dim_qk=self.qk_nope_head_dim + self.qk_rope_head_dim,
-                head_dim_vo=self.v_head_dim,
-                sm_scale=self.scale,
-            )
-        self._prefills.begin(prefill_metadata.query_lens_cpu)
+            device = prefill_metadata.query_start_loc.device
+            self._prefills = LatentPrefills(workspaces(self.vllm_config, device).planned)
+        self._starts = int32(bounds(prefill_metadata.query_lens_cpu.numpy()))
 
     def run_prefill_new_tokens(
         self,
@@ -210,11 +197,11 @@ class CuteAttnMLAPrefillBackend(MLAPrefillBackend):
         if output_scale is not None:
             raise NotImplementedError("quantised output is not supported: output_scale")
         assert self._prefills is not None
-        return self._prefills.run((q, k, v), out, return_softmax_lse)
+        return self._prefills.run(self._starts, (q, k, v), self.scale, out, return_softmax_lse)
 
     def run_prefill_context_chunk(
         self, chunk: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
     ) -> Any:
         """Compute the attention of new tokens over a chunk of their context, all of which they see."""
         assert self._prefills is not None
-        return self._prefills.run((q, k, v), out, True, chunk)
+        return self._prefills.run(self._starts, (q, k, v), self.scale, out, True, chunk)

@@ -21,6 +21,7 @@ STORED = {
     "fp8_e5m2": "float8_e5m2",
     "nvfp4": NVFP4,
 }
+LATENT_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")  # of a latent cache
 
 
 class Layer(NamedTuple):

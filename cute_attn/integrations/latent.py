@@ -1,4 +1,4 @@
-"""Latent attention (MLA) as vLLM computes it: decodes with absorbed queries over the paged latent cache, and prefills
+"""Latent attention (MLA) as engines compute it: decodes with absorbed queries over a paged latent cache, and prefills
 over decompressed keys and values.
 """
 
@@ -8,25 +8,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_attn.integrations.vllm.metadata import Decodes
+from cute_attn.integrations.step_plans import StepPlans
 from cute_attn.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.request import checks
-from cute_attn.request.index_arrays import bounds, int32
 from cute_attn.request.mla import LATENT, NARROW, OF_CACHE, ROPE, MlaCall, MlaLengths
 from cute_attn.wrappers import mla
 
 NAMES = OF_CACHE | {"kv_indices": "block_table", "kv_len_arr": "seq_lens", "qo_indptr": "query_start_loc"}
-CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")  # vLLM's names
 DIMS = (LATENT, ROPE)
 
 
 class LatentDecodes(NamedTuple):
-    """The decodes of a step: tensors are vLLM's, on the device. Nothing is planned."""
+    """The decodes of a step: tensors are the engine's, on the device. Nothing is planned."""
 
-    decodes: Decodes
+    num_tokens: int  # rows of the queries; others are padding
+    q_len: int  # query tokens of every request, or with `starts` the most of any
     block_table: torch.Tensor  # int32 [num_reqs, width]
     seq_lens: torch.Tensor  # int32 [num_reqs]: keys of this rank, those of the step included
-    query_start_loc: torch.Tensor  # int32 [num_reqs + 1]
+    starts: torch.Tensor | None  # int32 [num_reqs + 1], where the query tokens of each request begin
     workspace: torch.Tensor
     backend: str = "auto"
 
@@ -36,8 +35,9 @@ def decode(
     cache: torch.Tensor,
     step: LatentDecodes,
     scale: float,
-    cache_scale: float,
-    return_lse: bool,
+    cache_scale: float | torch.Tensor = 1.0,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the attention of a step's decodes, causal within the query tokens of a request.
 
@@ -50,6 +50,7 @@ def decode(
     scale : of the softmax.
     cache_scale : what an e4m3 cache is multiplied by.
     return_lse : also return lse, natural-log domain. It is that of the keys of this rank.
+    out : written and returned instead of a new tensor.
 
     Returns
     -------
@@ -59,9 +60,8 @@ def decode(
     if cache.dtype == torch.uint8:
         cache = cache.view(NARROW)
     factor = cache_scale if cache.dtype == NARROW else 1.0
-    used, starts = step.decodes.num_tokens, None if step.decodes.uniform else step.query_start_loc
-    lengths = MlaLengths(starts, None, step.block_table, step.seq_lens, step.decodes.q_len)
-    all_out = out = q.new_empty((*q.shape[:2], LATENT))
+    used, lengths = step.num_tokens, MlaLengths(step.starts, None, step.block_table, step.seq_lens, step.q_len)
+    all_out = out = q.new_empty((*q.shape[:2], LATENT)) if out is None else out
     all_lse = lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     if used < q.shape[0]:
         out[used:].zero_()
@@ -71,7 +71,7 @@ def decode(
         q, q_pe, cache, None, None, out, lse, step.workspace, lengths.read, scale * factor, factor, None, True,
         return_lse, lse_base="ln",
     )  # fmt: skip
-    repeatable, found = mla.repeated(call, (lengths.qo_len,), ("vLLM", step.backend))
+    repeatable, found = mla.repeated(call, (lengths.qo_len,), ("engine", step.backend))
     if found is None:
         queries = q.split(DIMS, dim=-1) if q_pe is None else (q, q_pe)
         call = call.in_parts(*queries, *cache.split(DIMS, dim=-1))
@@ -84,47 +84,42 @@ class LatentPrefills:
     """Attention of prefills over decompressed keys and values: a plan for the new tokens of a step, and one for each
     chunk of context that vLLM has gathered from the cache. The first layer of a step makes them.
 
-    Parameters
-    ----------
-    workspace : for partial results of all plans, which run one after the other.
-    options : heads, head dimensions and scale of the layers, as `plan` takes them.
+    `workspace`: for partial results of all plans, which run one after the other.
     """
 
-    def __init__(self, workspace: torch.Tensor, **options: Any) -> None:
-        self._workspace, self._options = workspace, options
-        self._wrappers: dict[int | None, BatchPrefillWithRaggedKVCacheWrapper] = {}  # by chunk; None: the new tokens
-        self._planned: set[int | None] = set()
-
-    def begin(self, query_lens: torch.Tensor) -> None:
-        """Take the new tokens of each request of the next step, integers `[num_reqs]` on the host."""
-        self._planned.clear()
-        self._starts = int32(bounds(query_lens.numpy()))
+    def __init__(self, workspace: torch.Tensor) -> None:
+        self._plans = StepPlans(lambda _: BatchPrefillWithRaggedKVCacheWrapper(workspace))
 
     def run(
         self,
+        starts: torch.Tensor,
         rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scale: float,
         out: torch.Tensor | None,
-        return_lse: bool,
+        return_lse: bool = False,
         chunk: Any = None,
     ) -> Any:
         """Compute attention over new tokens, causal, or over a chunk of their context, all of which they see.
 
         Parameters
         ----------
+        starts : int32 `[num_reqs + 1]` on the host, where the new tokens of each request begin. The same tensor in all
+            layers of a step.
         rows : q, k `[tokens, heads, head_dim_qk]` and v `[tokens, heads, head_dim_vo]`; any strides.
+        scale : of the softmax.
         out : written and returned, or None.
         return_lse : return the pair of out and lse, `[heads, tokens]`, natural-log domain.
         chunk : vLLM's description of a chunk, whose arrays are on the device; None: the new tokens.
         """
         q, k, v = rows
-        index = None if chunk is None else chunk.index
-        if index not in self._wrappers:
-            self._wrappers[index] = BatchPrefillWithRaggedKVCacheWrapper(self._workspace)
-        wrapper = self._wrappers[index]
-        if index not in self._planned:
-            rows_q, rows_k = (self._starts,) * 2 if chunk is None else (chunk.query_start_loc, chunk.cu_seq_lens)
-            wrapper.plan(rows_q, rows_k, causal=chunk is None, q_data_type=q.dtype, lse_base="ln", **self._options)
-            self._planned.add(index)
+        sizes = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
+
+        def plan(wrapper: Any) -> None:
+            bounds = (starts, starts) if chunk is None else (chunk.query_start_loc, chunk.cu_seq_lens)
+            options = {"causal": chunk is None, "sm_scale": scale, "q_data_type": q.dtype, "lse_base": "ln"}
+            wrapper.plan(*bounds, *sizes, **options)
+
+        wrapper = self._plans.of((sizes, scale, None if chunk is None else chunk.index), starts, plan)
         if not return_lse:
             return wrapper.run(q, k, v, out=out)
         found, lse = wrapper.run(q, k, v, out=out, return_lse=True)
