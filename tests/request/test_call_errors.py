@@ -19,7 +19,7 @@ K_CACHE, OUTPUT = TWO_CACHES["k_cache"], OTHERS["dequantise pages"].tensors["out
 
 FP4 = FP4Tensor(torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(128, 4).to(torch.float8_e4m3fn))
 MANY = randn(1, 2, 64).expand((1 << 31) + 20, 2, 64)  # more than launches count
-WIDE = torch.zeros(64, 2)
+WIDE, ROTATED = torch.zeros(64, 2), torch.zeros(4, 16, 64, dtype=E4M3)
 OWN_PAGES = {"block_tables": ints(0, 0, 0, 0).view(2, 2, 1), "uses_shared_paged_kv_idx": False}
 KNOWN, UNKNOWN = "'auto', 'fa4', 'fa3', 'xqa', 'fa2'", ("fa-2", "", None, 2, ["fa2"], np.array(["auto", "fa2"]))
 
@@ -196,6 +196,39 @@ BAD: dict[str, list[Row]] = {  # by entry: what changes, the message, and the er
         ({**OWN_PAGES, "seq_lens": torch.zeros(2, dtype=torch.complex64)}, "seq_lens must have dtype"),
     ],
     "trtllm, NVFP4": [({"backend": "trtllm-gen"}, "interleaves scales of v", NotSupported)],
+    "latent": [
+        *(
+            ({name: n}, rf"{name}.*Instead: ", NotSupported)
+            for name, n in (("kv_lora_rank", 256), ("qk_rope_head_dim", 32))
+        ),
+        *(({"backend": x}, x, NotSupported) for x in ("cutlass", "cute-dsl", "cake")),
+        ({"backend": "sparse"}, "backend must be one of 'auto'", LayoutError),
+        ({"seq_lens": ints(4, 1000)}, r"seq_lens must be within 0\.\..*request 1 has 1000"),
+        ({"block_tables": ints(99, 0, 0, 0).view(2, 2)}, "block_tables, page 0 of request 0, is 99"),
+    ],
+    "latent, planned": [
+        ({"q_nope": randn(1, 4, 512), "q_pe": randn(1, 4, 64)}, "tokens of q_nope must be as planned, 2"),
+        ({"ckv_cache": randn(64, 1, 512), "kpe_cache": randn(64, 1, 64)}, "page_size of ckv_cache must be as planned"),
+        ({"q_pe": randn(2, 1, 64)}, "q_pe must have shape "),
+        ({"sinks": None}, "sinks must be given exactly where plan has use_sinks"),
+        ({"kpe_scale": 2.0}, "must come with a cache of float8_e4m3fn"),
+    ],
+    "latent, scales of groups": [
+        ({"ckv_scale": 1.0}, "Exactly one of ckv_scale or ckv_scale_arr must be given"),
+        ({"ckv_scale_arr": None}, "Exactly one of ckv_scale or ckv_scale_arr must be given"),
+        ({"ckv_scale_arr": None, "ckv_scale": 0.0, "kpe_cache": ROTATED}, "ckv_scale must be > 0"),
+        ({"ckv_scale_arr": torch.ones(4, 16, 3)}, "ckv_scale_arr must have shape "),
+        ({"kpe_scale": None}, "kpe_scale must be given"),
+    ],
+    "append latent rows": [
+        ({"append_kpe": randn(2, 64)}, "append_kpe must have as many rows as append_ckv, 3"),
+        ({"append_ckv": randn(3, 64)}, r"append_ckv must have shape \[nnz, 512\]"),
+    ],
+    "concat": [
+        ({"k": torch.zeros(3, 4, 190, dtype=BF16)}, "k must have nope_dim"),
+        ({"k_rope": randn(3, 4, 64)}, "k_rope must have shape"),
+        ({"backend": "cake"}, "cake", NotSupported),
+    ],
     "append": [
         ({"kv_layout": "HDN"}, "kv_layout must be one of 'NHD', 'HND'", LayoutError),
         ({"append_value": ROWS}, "append_value must have as many rows as append_key, 3"),
