@@ -1,4 +1,4 @@
-"""Latent attention on the reference, against its formula; arguments that are refused."""
+"""Latent attention on the reference, against its formula; plans that are refused. Calls: `test_call_errors`."""
 
 from __future__ import annotations
 
