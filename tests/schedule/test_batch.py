@@ -1,7 +1,9 @@
-"""Schedules of batches against a model that looks at every row and key; their bounds as properties."""
+"""Schedules of batches against a model that looks at every row and key; their bounds as properties; a record of them."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections import defaultdict
 
 import numpy as np
@@ -14,6 +16,7 @@ from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
 from cute_attn.schedule.batch import SchedulerParams, WorkList, schedule, typical_qo_len
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS
+from tests.support.device_schedules import Arrays, bounded, random_case
 from tests.support.makespan import DECODE, lengths_of
 
 LIMITS = BatchLimits(workspace_bytes=128 << 20)
@@ -233,6 +236,26 @@ def test_fixed_splits_do_not_depend_on_other_requests(
         for _, kv_begin, kv_end, _ in splits_of(alone, 0):
             assert kv_end - kv_begin <= chunk
             assert kv_begin // chunk == max(kv_begin, kv_end - 1) // chunk
+
+
+# Of 700 random batches each. Who changes one changes schedules: `kernels/plan` too, and what they take on a GPU.
+RECORDED = ("bef1f6db1dda7842", "a57c3d978157707b", "f8234b51baf044f6")
+
+
+@pytest.mark.parametrize("seed", range(len(RECORDED)))
+def test_schedules_are_those_of_the_record(seed: int) -> None:
+    """Which tiles are cut, and how, where several schedules keep to all rules. The planner kernel: `test_planner`."""
+    rng, record = np.random.default_rng(seed), hashlib.sha256()
+    for _ in range(700):
+        case = random_case(rng, most_requests=70, most_tokens=4000)
+        if rng.random() < 0.3:
+            case = bounded(case, spare=7)
+        mask = rng.integers(0, 1 << 40, len(case.kv_len)) if rng.random() < 0.2 else None
+        kv_start = np.cumsum(case.kv_len) - case.kv_len
+        lengths = BatchLengths(Arrays.of(case).qo_indptr + rng.integers(0, 3), kv_start, case.kv_len, mask)
+        with contextlib.suppress(RuntimeArgumentError, WorkspaceError):  # of fixed splits
+            record.update(schedule(lengths, case.params, case.limits).ints.tobytes())
+    assert record.hexdigest()[:16] == RECORDED[seed]
 
 
 def test_a_fixed_split_size_that_does_not_fit_names_the_bytes() -> None:
