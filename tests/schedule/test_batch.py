@@ -1,4 +1,4 @@
-"""Schedules of batches against a model that looks at every row and key; their bounds as properties; a record of them."""
+"""Schedules of batches against a model that looks at every row and key; their bounds as properties; their record."""
 
 from __future__ import annotations
 
