@@ -1,4 +1,5 @@
-"""Every parameter with a default in FlashInfer 0.7.2's attention calls: another value changes the result or is refused.
+"""Every parameter with a default in FlashInfer 0.7.2's attention calls, and of ours beside them: another value changes
+the result or is refused.
 
 A third case is listed here with its reason: what asks for nothing that a result shows (`NO_EFFECT`). Numbers are
 compared with oracles elsewhere (`test_honour.py`, `tests/engines`); here nothing may be dropped without a word.
@@ -7,10 +8,8 @@ compared with oracles elsewhere (`test_honour.py`, `tests/engines`); here nothin
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +17,13 @@ import torch
 
 import cute_attn
 from cute_attn import errors
-from tests.api.test_flashinfer_surface import difference, flashinfers
+from tests.api.test_flashinfer_surface import CALLABLES, flashinfers, ours, shown, signature
 from tests.support.entry_points import LATENT_PARTS, ints
 from tests.support.flashinfer_calls import Call, Changes, Results, calls
 
-DATA = json.loads((Path(__file__).parents[1] / "support/data/flashinfer_0_7_2.json").read_text())
-TEXTS = {name: text for names in DATA["signatures"].values() for name, text in names.items()}
 CALLS, NAN = calls("cpu"), float("nan")
 ELSEWHERE = {  # other callables of the table: the tests of their parameters
+    "*.reset_workspace_buffer": "tests/request/test_batch_errors.py",
     "*.workspace_size": "those of plan, which it calls",
     "*.forward_return_lse": "those of forward",
     "*.prewarm_paged_kv_stride_variant": "it has nothing to do",
@@ -90,7 +88,7 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "*_buf_arr": [ints(0, 0, 0)],
     "jit_args": ["name"],
     "jit_kwargs": {"use_sliding_window": True},
-    "*Shared*.data_type": Value("bfloat16", ("float16",)),
+    "*Shared*.*data_type": Value("bfloat16", ("float16",)),
     "MultiLevel*.*_data_type": Value("bfloat16", ("float16",)),
     "causal_window_left": 3,
     "range_window_left": Value(1, both=(("causal_window_left", 1),)),
@@ -108,7 +106,7 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "q_len_per_req": Value(2, ("q must", "query must", "rows", "num_tokens")),
     "causal": True,
     "trtllm_*.causal": False,
-    "use_fp16_qk_reduction": True,
+    "*_fp16_qk_reduction": True,
     "custom_mask": MASK,
     "single*.custom_mask": ONE_MASK.view(8, 32),
     "packed_custom_mask": cute_attn.packbits(MASK, "little"),
@@ -138,6 +136,7 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "q_seq_lens_cpu": Value(ints(5, 3), both=HOST_LENGTHS),
     "kv_seq_lens_cpu": Value(ints(16, 4), both=HOST_LENGTHS),
     "skip_all_rows_active_check": False,
+    "lse_base": "ln",
     "lse_layout": "HN",
     "o_sf_scale": 2.0,
     "o_sf_vec_size": 16,
@@ -190,6 +189,9 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "enable_dcp": True,
     "cp_world": 2,
     "cp_rank": 1,
+    "request_order*": ints(0, 0),
+    "is_causal": False,
+    "variant_owns_mask": True,
     "causal_seqlens_kv_global": ints(9, 9),
     "use_profiler": True,
 }
@@ -197,9 +199,10 @@ GRAPH_ONLY = "read with use_cuda_graph=True"
 HINT = "a hint about speed"
 SAME_PAGES = "the same pages as in the index arrays"
 NO_EFFECT = {
+    "*.is_causal": "the newest token of a request sees all keys in any case",
     "*Sink*.__init__.window_left": "that of plan counts",
     "*.use_tensor_cores": HINT,
-    "*.use_fp16_qk_reduction": HINT,
+    "*_fp16_qk_reduction": HINT,
     "*.non_blocking": HINT,
     "*.enable_pdl": HINT,
     "*.sm_count": HINT,
@@ -230,19 +233,17 @@ def first_match(table: dict[str, Any], name: str, parameter: str) -> Any:
     return None
 
 
-def cases() -> list[tuple[str, str]]:
-    found = []
-    for name, text in TEXTS.items():
-        if text in ("class", "property", "value", "imported") or name.partition(".")[0] not in CALLS:
-            continue
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in ELSEWHERE):
-            continue
-        parameters = flashinfers(text).parameters.values()
-        found += [(name, p.name) for p in parameters if p.default is not p.empty and not difference(name, p.name)]
-    return found
+def defaults(module: str, name: str, text: str) -> dict[str, Any]:
+    """Texts of the defaults of FlashInfer's parameters, and of further ones of ours."""
+    theirs = {p.name: p.default for p in flashinfers(text).parameters.values()}
+    mine = {p.name: shown(p.default) for p in signature(name, ours(module, name)).parameters.values()}
+    return {parameter: default for parameter, default in (theirs | mine).items() if isinstance(default, str)}
 
 
-CASES = cases()
+CALLED = [x for x in CALLABLES if x[2] != "imported" and x[1].partition(".")[0] in CALLS]
+CALLED = [x for x in CALLED if not any(fnmatch.fnmatchcase(x[1], pattern) for pattern in ELSEWHERE)]
+DEFAULTS = {(x[1], parameter): default for x in CALLED for parameter, default in defaults(*x).items()}
+CASES = list(DEFAULTS)
 
 
 def buffer_for(name: str, parameter: str, results: Results) -> torch.Tensor | None:
@@ -296,7 +297,7 @@ OTHER_REASON = re.compile(
 def test_other_types_are_refused(name: str, parameter: str) -> None:
     """What nothing takes, and what equals the default of a flag or an integer; the error shows it."""
     owner, _, method = name.partition(".")
-    entry, default = first_match(VALUES, name, parameter), flashinfers(TEXTS[name]).parameters[parameter].default
+    entry, default = first_match(VALUES, name, parameter), DEFAULTS[name, parameter]
     also = entry.also if isinstance(entry, Value) else ()
     if first_match(ANY_TYPE, name, parameter):
         return
@@ -309,8 +310,6 @@ def test_other_types_are_refused(name: str, parameter: str) -> None:
 
 
 def test_every_callable_has_a_test() -> None:
-    for name, text in TEXTS.items():
-        if text in ("class", "property", "value", "imported") or not any("=" in part for part in text.split(",")):
-            continue
+    for _, name, text in CALLABLES:
         listed = any(fnmatch.fnmatchcase(name, pattern) for pattern in ELSEWHERE)
-        assert listed or name.partition(".")[0] in CALLS, name
+        assert listed or "=" not in text or name.partition(".")[0] in CALLS, name

@@ -189,9 +189,6 @@ BAD: dict[str, list[Row]] = {  # by entry: what changes, the message, and the er
         ({"output": torch.zeros(2, 4, 2, 64).bfloat16()[..., 0, :].transpose(0, 1)}, "^output must "),
     ],
     "trtllm": [
-        ({"cp_world": 2}, "cp_world", NotSupported),
-        ({"causal_seqlens_kv_global": ints(0, 0)}, "causal_seqlens_kv_global", NotSupported),
-        ({"request_order": ints(0, 0)}, "request_order", NotSupported),
         ({"out_dtype": "nvfp4"}, "NVFP4 output", NotSupported),
         ({"backend": "cute-dsl"}, "cute-dsl refuses", NotSupported),
         ({"backend": "cake"}, "cake refuses", NotSupported),
