@@ -338,6 +338,39 @@ BATCHES = {
     "variable blocks, grouped": variable_blocks(KV_HEADS),
 }
 
+# ---- wrappers of prefixes, which write new tensors only
+
+HALVES = {"q": randn(ROWS, HEADS, DIM).half(), "the workspace": zeros(WORKSPACE_BYTES)}
+HALF_PAGES = randn(PAGES, 2, PAGE, KV_HEADS, DIM).half()
+SHARED = HALVES | {name: randn(7, KV_HEADS, DIM).half() for name in ("k_shared", "v_shared")}
+SHARED |= {"unique_kv_cache": HALF_PAGES}
+OWN_PAGES = ints(*PAGE_INDPTR), INDICES["kv_indices"], ints(*LAST_PAGE_LEN)
+
+
+def shared(wrapper: Callable[..., Any], rows: int, *bounds: torch.Tensor) -> Entry:
+    """Return the entry of a wrapper for requests with one shared prefix."""
+
+    def begin(given: Tensors, _: str = "auto", changes: Changes = UNCHANGED) -> Call:
+        made = wrapper(given["the workspace"], **changes.get("__init__", {}))
+        made.begin_forward(*bounds, *OWN_PAGES, *SIZES, PAGE, **changes.get("begin_forward", {}))
+        return lambda given: made.forward(**without(dict(given), "the workspace"))
+
+    return Entry(SHARED | {"q": SHARED["q"][:rows]}, begin, ())
+
+
+def begin_levels(given: Tensors, _: str = "auto", changes: Changes = UNCHANGED) -> Call:
+    """Plan one level of a cascade, and return its runs."""
+    made = cute_attn.MultiLevelCascadeAttentionWrapper(1, given["the workspace"], **changes.get("__init__", {}))
+    made.plan(*([x] for x in (ints(*QO_INDPTR), *OWN_PAGES)), *SIZES, PAGE, **changes.get("plan", {}))
+    return lambda given: made.run(**without(dict(given), "the workspace"))
+
+
+PREFIXES = {
+    "shared prefix, decode": shared(cute_attn.BatchDecodeWithSharedPrefixPagedKVCacheWrapper, 2),
+    "shared prefix, prefill": shared(cute_attn.BatchPrefillWithSharedPrefixPagedKVCacheWrapper, ROWS, ints(*QO_INDPTR)),
+    "levels": Entry(HALVES | {"paged_kv_cache": HALF_PAGES}, begin_levels, ()),
+}
+
 # ---- batches without a plan
 
 CACHE = ("kv_cache", ("k of kv_cache", "v of kv_cache"))
