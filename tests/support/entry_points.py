@@ -511,7 +511,7 @@ LATENT_ENTRIES = {
     "latent, planned, scales": Entry(LATENT_PARTS | BMM_SCALES, begin_latent, planned=LATENT_KEPT),
     "latent, scales of groups": Entry(SCALED_PARTS, begin_latent, planned=LATENT_KEPT),
     "latent, xqa": Entry(
-        {name: x for name, x in LATENT.items() if name != "lse"},
+        without(LATENT, "lse"),
         direct(cute_attn.xqa_batch_decode_with_kv_cache_mla, **LATENT_DIMS),
         WRITTEN,
         emulated=False,
@@ -576,24 +576,17 @@ ENTRIES = SINGLE | BATCHES | BATCHES_WITHOUT_PLAN | LATENT_ENTRIES | OTHERS
 # ---- calls that write new tensors only
 
 
-def new_result(function: Callable[..., Any], **tensors: torch.Tensor) -> Entry:
-    """Return the entry of a function that takes tensors, and returns others."""
-    return Entry(tensors, direct(function), (), emulated=False)
-
-
 SCALE = {"global_scale": torch.ones(1)}
 TWO_CACHES = {"k_cache": randn(2, 4, 2, DIM), "v_cache": randn(2, 4, 2, DIM)}
 PACKED = {"fp4_data": zeros(4, 32) + 0x21, "block_scales": zeros(4, 4) + 0x38}
+TWO_STATES = dict(zip(("v_a", "s_a", "v_b", "s_b"), STATES.values(), strict=False))
+PAGE_COUNTS = {"kv_indptr": ints(0, 1, 2), "kv_last_page_len": ints(*LAST_PAGE_LEN)}
 NEW_RESULTS = {
-    "merge two": new_result(
-        cute_attn.merge_state, **dict(zip(("v_a", "s_a", "v_b", "s_b"), STATES.values(), strict=False))
-    ),
-    "merge several": new_result(cute_attn.merge_states, v=randn(5, 3, HEADS, DIM), s=torch.ones(5, 3, HEADS)),
-    "quantise": new_result(cute_attn.nvfp4_kv_quantize, input=randn(4, DIM), **SCALE),
-    "dequantise": new_result(cute_attn.nvfp4_kv_dequantize, **PACKED, **SCALE),
-    "quantise pages": new_result(cute_attn.nvfp4_quantize_paged_kv_cache, **TWO_CACHES),
-    "quantise pages to fp8": new_result(cute_attn.fp8_quantize_paged_kv_cache, **TWO_CACHES),
-    "lengths": other(
-        cute_attn.get_seq_lens, {"kv_indptr": ints(0, 1, 2), "kv_last_page_len": ints(*LAST_PAGE_LEN)}, page_size=16
-    ),
+    "merge two": other(cute_attn.merge_state, TWO_STATES),
+    "merge several": other(cute_attn.merge_states, {"v": randn(5, 3, HEADS, DIM), "s": torch.ones(5, 3, HEADS)}),
+    "quantise": other(cute_attn.nvfp4_kv_quantize, {"input": randn(4, DIM), **SCALE}),
+    "dequantise": other(cute_attn.nvfp4_kv_dequantize, PACKED | SCALE),
+    "quantise pages": other(cute_attn.nvfp4_quantize_paged_kv_cache, TWO_CACHES),
+    "quantise pages to fp8": other(cute_attn.fp8_quantize_paged_kv_cache, TWO_CACHES),
+    "lengths": other(cute_attn.get_seq_lens, PAGE_COUNTS, page_size=16),
 }
