@@ -26,9 +26,10 @@ MLA = "of FlashInfer's latent attention a part that is not here: sparse tokens, 
 JIT = "FlashInfer compiles these modules on first use; kernels here are artifacts, and compilation has its own module"
 OTHER_BACKENDS = "a form of cuDNN's, Cake's or another library's kernels"
 NOT_ATTENTION = "quantisation of activations and weights, or layouts of their scales, for matrix products"
-PROBES = "asks for a GPU or a version for FlashInfer's own choice of kernels; here `cute_attn.explain` tells the choice"
-INTERNAL = "a helper of FlashInfer's own modules"
-CONSTANTS = "numbers and enumerations that FlashInfer's Python passes to its compiled code"
+UTILITIES = (
+    "helpers and constants of FlashInfer's own modules, its loggers and errors, and probes for its choice of kernels; "
+    "here `cute_attn.explain` tells the choice, and `cute_attn.errors` has the errors"
+)
 ABSENT = {  # patterns of module.name
     "*mla*": MLA,
     "decode.xqa": "imported there for the decode functions; `cute_attn.xqa` is the function",
@@ -46,30 +47,7 @@ ABSENT = {  # patterns of module.name
     "prefill.trtllm_sage_attention_quantize": "SageAttention rounds queries and keys to int8; attention here is exact",
     "prefill.minimax_h3_*": OTHER_BACKENDS,
     "prefill.prepare_nvfp4_attention": OTHER_BACKENDS,
-    "utils.MaskMode": CONSTANTS,
-    "utils.PosEncodingMode": CONSTANTS,
-    "utils.TensorLayout": CONSTANTS,
-    "utils.LSE_*": CONSTANTS,
-    "utils.l*2*": CONSTANTS,
-    "utils.SINGLE_KERNEL_TMP_SIZE": CONSTANTS,
-    "utils.*log_level*": "logging follows the standard library's",
-    "utils.LogLevel": "logging follows the standard library's",
-    "utils.*Error": "cute_attn.errors has this library's",
-    "utils.is_*_supported": PROBES,
-    "utils.determine_*": PROBES,
-    "utils.has_cuda_cudart": PROBES,
-    "utils.get_cuda_python_version": PROBES,
-    "utils.version_at_least": PROBES,
-    "utils.get_device_[pni]*": PROBES,
-    "utils.get_gpu_memory_bandwidth": PROBES,
-    "utils.get_shared_bytes_per_block_optin": PROBES,
-    "utils.is_confidential_compute": PROBES,
-    "utils.*[cC][vV][tT]_*": PROBES,
-    "utils.check_trtllm_gen_sm107_only_feature": PROBES,
-    "utils.*shuffle*": NOT_ATTENTION,
-    "utils.srcToDst*": NOT_ATTENTION,
-    "utils.calculate_tile_tokens_dim": NOT_ATTENTION,
-    "utils.*": INTERNAL,
+    "utils.*": UTILITIES,
     "quantization.*": NOT_ATTENTION,
 }
 # Of those, helpers that are here all the same.
