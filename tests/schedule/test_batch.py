@@ -281,26 +281,6 @@ def test_a_fixed_split_size_of_too_many_splits_names_one_that_works() -> None:
         schedule(lengths, DECODE, LIMITS._replace(fixed_split_size=0))
 
 
-@pytest.mark.parametrize(
-    ("name", "qo_lens", "kv_lens", "items", "merges"),
-    [
-        ("one long decode fills the device", [1], [131072], 33, 1),
-        ("one full wave is not split", [1] * 33, [8192] * 33, 33, 0),
-        ("two nearly full waves are not split", [1] * 64, [8192] * 64, 64, 0),
-        ("a few requests share one wave", [1] * 8, [8192] * 8, 32, 8),
-        ("7 requests after a full wave are cut in four", [1] * 40, [8192] * 40, 61, 7),
-        ("short requests are not worth a split", [1] * 8, [192] * 8, 8, 0),
-        ("many random waves balance themselves", [1] * 256, [100 + 31 * i for i in range(256)], 256, 0),
-        ("nothing to do", [], [], 0, 0),
-        ("no queries", [0, 0], [5, 0], 0, 0),
-        ("no keys", [2, 1], [0, 0], 2, 0),
-    ],
-)
-def test_splits_of_decode(name: str, qo_lens: list[int], kv_lens: list[int], items: int, merges: int) -> None:
-    work = schedule(lengths_of(qo_lens, kv_lens), DECODE, LIMITS)
-    assert (len(work.items), len(work.merges)) == (items, merges), name
-
-
 def test_a_small_workspace_limits_splits() -> None:
     slot = DECODE.num_kv_heads * DECODE.rows * DECODE.partial_row_bytes
     lengths = lengths_of([1], [131072])
@@ -339,7 +319,7 @@ def test_facts_of_lengths() -> None:
     assert (empty.qo_len.tolist(), empty.longest_qo, empty.longest_kv, empty.with_queries) == ([], 0, 0, 0)
 
 
-# ---- cut last waves
+# ---- which tiles are cut, of last waves too
 
 CHUNKS = PREFILL._replace(group_size=1, num_kv_heads=40, resident_ctas=132, min_split_tiles=2, l2_kv_tokens=1)
 WIDE = CHUNKS._replace(cols=64, num_kv_heads=24, partial_row_bytes=4 * 257)
@@ -355,6 +335,15 @@ def cut_of(work: WorkList) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("qo_lens", "kv_lens", "params", "cut"),
     [
+        ([1], [131072], DECODE, (1, 33)),  # fills the device
+        ([1] * 33, [8192] * 33, DECODE, (0, 1)),  # one full wave
+        ([1] * 64, [8192] * 64, DECODE, (0, 1)),  # two nearly full waves
+        ([1] * 8, [8192] * 8, DECODE, (8, 4)),  # share one wave
+        ([1] * 40, [8192] * 40, DECODE, (7, 4)),  # 7 requests after a full wave
+        ([1] * 8, [192] * 8, DECODE, (0, 1)),  # too short
+        ([1] * 256, [100 + 31 * i for i in range(256)], DECODE, (0, 1)),  # random waves balance themselves
+        ([0, 0], [5, 0], DECODE, (0, 1)),
+        ([2, 1], [0, 0], DECODE, (0, 1)),
         ([512], [4096], CHUNKS, (1, 4)),  # 160 tiles: 36 of 160 parts run beside the first wave
         ([512], [16384], CHUNKS, (1, 4)),
         ([352, 352], [2817, 2817], WIDE, (1, 7)),  # 144 tiles, one query tile of 24 heads in the last wave
@@ -367,7 +356,7 @@ def cut_of(work: WorkList) -> tuple[int, int]:
         ([512], [0], CHUNKS, (0, 1)),
     ],
 )
-def test_where_a_last_wave_is_cut(
+def test_which_tiles_are_cut(
     qo_lens: list[int], kv_lens: list[int], params: SchedulerParams, cut: tuple[int, int]
 ) -> None:
     work = schedule(lengths_of(qo_lens, kv_lens), params, LIMITS)
