@@ -1,5 +1,5 @@
 """FlashInfer's calls of single requests and of batches: import locations, names, the positional order, and what is
-refused. Positions of all: `test_flashinfer_surface`.
+refused. Positions of all: `test_flashinfer_keywords`.
 """
 
 from __future__ import annotations
