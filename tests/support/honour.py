@@ -15,7 +15,6 @@ import torch
 
 import cute_attn
 from cute_attn.dispatch import capabilities, select
-from cute_attn.errors import Refusal
 from cute_attn.request.settings import FP8
 from cute_attn.runtime.arch import Arch
 from tests.support.batch_case import E4M3, E5M2, BatchCase, call, dims, features, make
@@ -122,18 +121,11 @@ def base(kind: str, changes: dict[str, Any]) -> BatchCase:
     return dataclasses.replace(case, **changes)
 
 
-def refusals_of_call(case: BatchCase, backend: str, device: str, arch: Arch | None) -> list[Refusal]:
-    """Refusals of the capability table, also of rows that the tensors of a call show to be half aligned."""
-    found = features(case, torch.device(device))
-    odd = case.head_dim_qk % 16 != 0 and found.kv_dtype in FP8
-    found = found._replace(half_aligned_kv=odd)
-    return select.reasons_against(capabilities.BY_NAME[backend], found, arch)
-
-
 def honour(kind: str, perturbation: Perturbation, backend: str, device: str, arch: Arch | None) -> None:
     before, after = base(kind, perturbation.before), base(kind, perturbation.after)
-    inputs = make(after, device)
-    expected = refusals_of_call(after, backend, device, arch)
+    inputs, asked = make(after, device), features(after, torch.device(device))
+    asked = asked._replace(half_aligned_kv=after.head_dim_qk % 16 != 0 and asked.kv_dtype in FP8)  # as tensors show
+    expected = select.reasons_against(capabilities.BY_NAME[backend], asked, arch)
     if expected:
         with pytest.raises(cute_attn.NotSupported) as error:
             call(after, inputs, backend=backend)

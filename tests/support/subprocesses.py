@@ -26,19 +26,15 @@ _metadata.version = _without_blocked
 
 def start(code: str, *, env: Mapping[str, str] | None = None, block: Sequence[str] = ()) -> subprocess.Popen[str]:
     """Start `python -c code`; `block`: top-level packages to hide, as if they were not installed."""
+    paths = (str(ROOT), os.environ.get("PYTHONPATH"))  # then where packages of this process come from
     return subprocess.Popen(
         [sys.executable, "-c", (_BLOCK.format(names=tuple(block)) if block else "") + code],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": _python_path(), **(env or {})},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def _python_path() -> str:
-    """The repository first, then where packages of this process come from."""
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def finish(process: subprocess.Popen[str]) -> str:
