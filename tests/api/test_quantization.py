@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 from typing import Any
 
@@ -247,7 +248,7 @@ def test_capture_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["pair", "stacked", "strided"])
 def test_nvfp4_dequantize_paged(form: str, layout: str, dtype: torch.dtype) -> None:
-    """Tokens against the rows that `nvfp4_kv_dequantize` makes of the same bytes; the rest of the outputs stays."""
+    """Tokens against what their bytes mean; the rest of the outputs stays."""
     pages, page_size, heads, k_dim, v_dim = 7, 4, 2, 64, 64 if form == "stacked" else 128
     order = (page_size, heads) if layout == "NHD" else (heads, page_size)
     sizes = [(k_dim, 0.5), (v_dim, 0.25)]
@@ -264,16 +265,14 @@ def test_nvfp4_dequantize_paged(form: str, layout: str, dtype: torch.dtype) -> N
     scales = [torch.tensor([scale]) for _, scale in sizes]
     cute_attn.nvfp4_kv_dequantize_paged(*caches, tables, lens, *scales, *outputs, kv_layout=layout)
     for x, block_scales, (_, scale), output in zip(data, sf, sizes, outputs, strict=True):
-        if layout == "HND":
-            x, block_scales = x.transpose(1, 2), block_scales.transpose(1, 2)
-        for request in range(3):
-            for token in range(10):
-                page_number = int(tables[request, token // page_size]) if token < int(lens[request]) else -1
-                want = torch.full_like(output[request, token], 123.0)
-                if 0 <= page_number < pages:
-                    where = page_number, token % page_size
-                    want = cute_attn.nvfp4_kv_dequantize(x[where], block_scales[where], torch.tensor(scale), dtype)
-                assert torch.equal(output[request, token], want)
+        values = (nvfp4_values(x, block_scales.view(torch.float8_e4m3fn)) * scale).to(dtype)
+        want = torch.full_like(output, 123.0)
+        for request, token in itertools.product(range(3), range(10)):
+            page_number = int(tables[request, token // page_size]) if token < int(lens[request]) else -1
+            if 0 <= page_number < pages:
+                of_page = values[page_number] if layout == "NHD" else values[page_number].transpose(0, 1)
+                want[request, token] = of_page[token % page_size]
+        assert torch.equal(output, want)
 
 
 @pytest.mark.parametrize(("batch_size", "tokens", "heads", "pages"), [(0, 3, 2, 1), (2, 0, 2, 0), (2, 3, 0, 1)])
