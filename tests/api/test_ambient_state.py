@@ -28,9 +28,8 @@ from cute_attn.runtime import counters, launch, staging
 from cute_attn.runtime.staging import Staging
 from tests.support.dense_attention import assert_near, random, seen
 from tests.support.dense_attention import attention as oracle
-from tests.support.entry_points import ENTRIES, NEW_RESULTS, Entry, direct, operands
+from tests.support.entry_points import ENTRIES, NEW_RESULTS, PREFIXES, Entry, direct, operands
 from tests.support.executors import GPU_MARKS
-from tests.support.flashinfer_calls import PREFIXES
 
 State = Callable[[], AbstractContextManager[object]]
 

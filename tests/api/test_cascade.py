@@ -10,6 +10,7 @@ import torch
 
 import cute_attn
 from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError, NotPlannedError, NotSupported
+from tests.support.paged_cache import Pages, ends
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 4
 QO_LENS = [3, 1, 4, 2]
@@ -21,40 +22,26 @@ class Shared:
     """A batch whose requests share the keys of LEVELS[:-1]."""
 
     def __init__(self, layout: str = "NHD", levels: list[tuple[list[int], list[int]]] = LEVELS) -> None:
-        self.levels, self.layout = levels, layout
-        pages = [[-(-kv // PAGE) for kv in kv_lens] for _, kv_lens in levels]
-        self.num_pages = sum(map(sum, pages))
-        self.cache = torch.randn(self.num_pages, 2, PAGE, KV_HEADS, DIM).half()
+        self.layout, generator = layout, torch.Generator().manual_seed(0)
         self.q = torch.randn(sum(QO_LENS), HEADS, DIM).half()
-        free = torch.randperm(self.num_pages)
-        self.arrays: list[list[torch.Tensor]] = [[], [], [], []]
-        for (groups, kv_lens), counts in zip(levels, pages, strict=True):
+        self.cache, self.keys = torch.empty(0, 2, PAGE, KV_HEADS, DIM).half(), [list[torch.Tensor]() for _ in QO_LENS]
+        arrays = []
+        for groups, kv_lens in levels:
+            pages = Pages(kv_lens, PAGE, generator)
             rows = [sum(q for q, g in zip(QO_LENS, groups, strict=True) if g == i) for i in range(len(kv_lens))]
-            self.arrays[0].append(torch.tensor([0, *rows]).cumsum(0).int())
-            self.arrays[1].append(torch.tensor([0, *counts]).cumsum(0).int())
-            self.arrays[2].append(free[: sum(counts)].int())
-            self.arrays[3].append(torch.tensor([kv - (n - 1) * PAGE for kv, n in zip(kv_lens, counts, strict=True)]))
-            free = free[sum(counts) :]
+            arrays.append((ends(rows), pages.indptr, pages.indices + len(self.cache), pages.last_page_len))
+            cache = torch.randn(pages.num_pages, *self.cache.shape[1:]).half()
+            self.cache, tokens = torch.cat((self.cache, cache)), pages.gather(cache.transpose(1, 2))
+            for keys, group in zip(self.keys, groups, strict=True):
+                keys.append(tokens[group])
+        self.arrays = [*map(list, zip(*arrays, strict=True))]
 
     def given(self) -> torch.Tensor:
         return self.cache if self.layout == "NHD" else self.cache.transpose(2, 3).contiguous()
 
-    def keys(self, request: int) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = []
-        for level, (groups, kv_lens) in enumerate(self.levels):
-            group = groups[request]
-            start, stop = self.arrays[1][level][group : group + 2].tolist()
-            tokens = self.cache[self.arrays[2][level][start:stop]].transpose(0, 1).flatten(1, 2)
-            parts.append(tokens[:, : kv_lens[group]])
-        k, v = torch.cat(parts, 1)
-        return k, v
-
     def expected(self, **options: Any) -> torch.Tensor:
-        single, row, out = cute_attn.single_prefill_with_kv_cache, 0, []
-        for request, qo_len in enumerate(QO_LENS):
-            out.append(single(self.q[row : row + qo_len], *self.keys(request), **options))
-            row += qo_len
-        return torch.cat(out)
+        single, requests = cute_attn.single_prefill_with_kv_cache, zip(self.q.split(QO_LENS), self.keys, strict=True)
+        return torch.cat([single(q, *torch.cat(keys).unbind(1), **options) for q, keys in requests])
 
 
 def wrapper(levels: int = 3, layout: str = "NHD") -> cute_attn.MultiLevelCascadeAttentionWrapper:

@@ -40,12 +40,8 @@ def sections(text: str) -> dict[str, str]:
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
-def signature(member: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(member.__init__ if inspect.isclass(member) else member)
-
-
 def parameters(member: Callable[..., Any]) -> list[str]:
-    return [name for name in signature(member).parameters if name != "self"]
+    return [name for name in inspect.signature(member).parameters if name != "self"]
 
 
 def named(text: str) -> set[str]:
@@ -75,7 +71,7 @@ def test_sections(name: str) -> None:
     if parameters(member):
         assert "Parameters" in found
         assert "Raises" in found
-    if not inspect.isclass(member) and signature(member).return_annotation not in ("None", None):
+    if not inspect.isclass(member) and inspect.signature(member).return_annotation not in ("None", None):
         assert "Returns" in found
 
 

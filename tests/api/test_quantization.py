@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 from typing import Any
 
@@ -10,10 +11,18 @@ import pytest
 import torch
 
 import cute_attn
+from cute_attn import page
+from cute_attn.errors import ArgumentError
+from tests.support.dense_attention import nvfp4_values
+from tests.support.entry_points import ENTRIES
+from tests.support.executors import needs_gpu
 
 E2M1 = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]
 E4M3 = [Fraction((8 + c % 8) << (c // 8), 1 << 10) if c >= 8 else Fraction(c, 1 << 9) for c in range(0x7F)]
 E5M2 = [Fraction((4 + c % 4) << (c // 4), 1 << 17) if c >= 4 else Fraction(c, 1 << 16) for c in range(0x7C)]
+
+
+APPEND = ENTRIES["append NVFP4 to slots"]
 
 
 def nearest(x: Fraction, numbers: list[Fraction]) -> int:
@@ -83,10 +92,7 @@ def test_nvfp4_dequantize(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     packed = torch.randint(0, 256, (3, 4, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(0, 0x60, (3, 4, 2), generator=generator, dtype=torch.uint8)
-    codes = nibbles(packed).numpy()
-    want = np.array([float(n) for n in E2M1])[codes & 7] * np.where(codes & 8, -1, 1)
-    want = want * np.array([float(n) for n in E4M3])[scales.numpy()].repeat(16, -1) * fp32(0.3)
-    want = torch.from_numpy(want.astype(np.float32)).to(dtype)
+    want = (nvfp4_values(packed, scales.view(torch.float8_e4m3fn)) * fp32(0.3)).float().to(dtype)
     for given in (scales, scales.view(torch.float8_e4m3fn)):
         result = cute_attn.nvfp4_kv_dequantize(packed, given, torch.tensor([0.3]), dtype)
         assert result.dtype == dtype
@@ -180,3 +186,114 @@ def test_fp8_ties_go_to_the_even_code() -> None:
     ties = torch.tensor([1.0625, 1.1875, -1.0625, 464.0, 1e4, 2**-10, 3 * 2**-10]).reshape(1, 1, 1, 7)
     (k, _), *_ = cute_attn.fp8_quantize_paged_kv_cache(ties, ties, k_scale=1.0, v_scale=1.0)
     assert k.view(torch.uint8).flatten().tolist() == [0x38, 0x3A, 0xB8, 0x7E, 0x7E, 0, 2]
+
+
+# ---- NVFP4 appends: scales and slots
+
+
+def appended(slots: list[int], **changed: Any) -> list[torch.Tensor]:
+    """Append rows of ones to a cache of 64 slots, and return what is written."""
+    given, ones = APPEND.on("cpu"), torch.ones(len(slots), 2, 64)
+    rows = {"append_key": ones, "append_value": ones, "slot_mapping": torch.tensor(slots)}
+    APPEND.begin({})({**given, **rows, **changed})
+    return [given[name] for name in APPEND.written]
+
+
+def test_slots_outside_the_cache_are_ignored() -> None:
+    expected = appended([3, -1, -1, 5])
+    assert any(x.any() for x in expected)
+    assert all(map(torch.equal, appended([3, 64, -7, 5]), expected))
+    assert not any(x.any() for x in appended([64, 1 << 40, -1]))
+
+
+def test_a_scale_in_a_tensor_is_its_number() -> None:
+    assert all(map(torch.equal, appended([1, 2], k_scale=torch.tensor([0.25])), appended([1, 2], k_scale=0.25)))
+
+
+@pytest.mark.parametrize("scale", [1.0, torch.ones(1)])
+def test_temporary_scales_are_refused_during_capture(scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "is_capturing", lambda device: True)
+    append, given = APPEND.begin({}), APPEND.on("meta")
+    append(given)
+    with pytest.raises(ValueError, match="v_scale must be a float32 tensor on meta during CUDA graph capture"):
+        append({**given, "v_scale": scale})
+
+
+@needs_gpu
+def test_capture_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    append, given = APPEND.begin({}), APPEND.on("cuda")
+    numbers = {**given, "k_scale": torch.ones(1), "v_scale": 0.5}
+    append(numbers)
+    written = [given[name] for name in APPEND.written]
+    eager = [x.clone() for x in written]
+    given["v_scale"].fill_(0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(ValueError, match="during CUDA graph capture"):
+            append(numbers)
+        append(given)
+    for x in written:
+        x.zero_()
+    graph.replay()
+    assert all(map(torch.equal, written, eager))
+    monkeypatch.setenv("CUTE_ATTN_VALIDATE", "1")
+    with pytest.raises(ValueError, match="k_scale must be > 0"):
+        append({**given, "k_scale": torch.zeros(1).cuda()})
+
+
+# ---- NVFP4 caches back in 16 bits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", ["pair", "stacked", "strided"])
+def test_nvfp4_dequantize_paged(form: str, layout: str, dtype: torch.dtype) -> None:
+    """Tokens against what their bytes mean; the rest of the outputs stays."""
+    pages, page_size, heads, k_dim, v_dim = 7, 4, 2, 64, 64 if form == "stacked" else 128
+    order = (page_size, heads) if layout == "NHD" else (heads, page_size)
+    sizes = [(k_dim, 0.5), (v_dim, 0.25)]
+    data = [torch.randint(0, 256, (pages, *order, dim // 2), dtype=torch.uint8) for dim, _ in sizes]
+    sf = [torch.randint(1, 120, (pages, *order, dim // 16), dtype=torch.uint8) for dim, _ in sizes]
+    caches: Any = tuple(data), tuple(sf)
+    if form == "stacked":
+        caches = torch.stack(data, 1), torch.stack(sf, 1).view(torch.float8_e4m3fn)
+    elif form == "strided":
+        caches = tuple(tuple(torch.cat((x, x.flip(-1)), -1)[..., : x.shape[-1]] for x in pair) for pair in caches)
+    tables = torch.tensor([[2, 5, 1], [6, 3, 0], [4, -1, 99]])
+    lens = torch.tensor([7, 4, 9], dtype=torch.int32)
+    outputs = [torch.full((3, 10, heads, dim), 123.0, dtype=dtype) for dim, _ in sizes]
+    scales = [torch.tensor([scale]) for _, scale in sizes]
+    cute_attn.nvfp4_kv_dequantize_paged(*caches, tables, lens, *scales, *outputs, kv_layout=layout)
+    for x, block_scales, (_, scale), output in zip(data, sf, sizes, outputs, strict=True):
+        values = (nvfp4_values(x, block_scales.view(torch.float8_e4m3fn)) * scale).to(dtype)
+        want = torch.full_like(output, 123.0)
+        for request, token in itertools.product(range(3), range(10)):
+            page_number = int(tables[request, token // page_size]) if token < int(lens[request]) else -1
+            if 0 <= page_number < pages:
+                of_page = values[page_number] if layout == "NHD" else values[page_number].transpose(0, 1)
+                want[request, token] = of_page[token % page_size]
+        assert torch.equal(output, want)
+
+
+@pytest.mark.parametrize(("batch_size", "tokens", "heads", "pages"), [(0, 3, 2, 1), (2, 0, 2, 0), (2, 3, 0, 1)])
+def test_nvfp4_dequantize_of_nothing(batch_size: int, tokens: int, heads: int, pages: int) -> None:
+    cache, sf = (torch.zeros(1, 2, 4, heads, n, dtype=torch.uint8) for n in (16, 2))
+    outputs = [torch.ones(batch_size, tokens, heads, 32).half() for _ in range(2)]
+    tables, lens = torch.zeros(batch_size, pages, dtype=torch.int32), torch.zeros(batch_size, dtype=torch.int32)
+    cute_attn.nvfp4_kv_dequantize_paged(cache, sf, tables, lens, torch.ones(1), torch.ones(1), *outputs)
+    assert all(bool((x == 1).all()) for x in outputs)
+
+
+def test_block_scales_of_a_run_lie_side_by_side() -> None:
+    """Wording that callers match on. K and V, and their scales, may differ in all other strides."""
+    wrapper = cute_attn.BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1 << 16))
+    arrays = torch.tensor([0, 1]), torch.tensor([0, 2]), torch.tensor([1, 0]), torch.tensor([3])
+    wrapper.plan(*arrays, 2, 1, 64, 4, kv_data_type=torch.uint8)
+    q, cache = torch.randn(1, 2, 64).half(), torch.randint(0, 256, (2, 2, 4, 1, 32), dtype=torch.uint8)
+    sf = torch.randint(1, 100, (2, 2, 4, 1, 4), dtype=torch.uint8)
+    expected = wrapper.run(q, cache, kv_cache_sf=sf)
+    wide = torch.cat((cache[:, 1], cache[:, 1]), -1)[..., :32]
+    assert torch.equal(wrapper.run(q, (cache[:, 0].contiguous(), wide), kv_cache_sf=tuple(sf.unbind(1))), expected)
+    strided = tuple(x.repeat_interleave(2, -1)[..., ::2] for x in sf.unbind(1))
+    with pytest.raises(ArgumentError, match=r"k_sf of kv_cache_sf: its innermost stride must be 1, got strides"):
+        wrapper.run(q, cache, kv_cache_sf=strided)

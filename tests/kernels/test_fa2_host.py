@@ -25,7 +25,6 @@ from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.staging import Staging
-from tests.support.backend_problems import Built, build
 from tests.support.batch_case import (
     BatchCase,
     call,
@@ -40,6 +39,7 @@ from tests.support.batch_case import (
 )
 from tests.support.graphs import graph_wrapper
 from tests.support.named_launches import NamedLaunch, recorded
+from tests.support.right import Built, build
 
 GPU = Gpu(named("sm_90a"), 0, 66)
 TILE = Tile(16, 16, 1, 1, 2)  # small: small problems then have many

@@ -22,10 +22,10 @@ from cute_attn.kernels.host.single import Scheduler
 from cute_attn.problem import Problem
 from cute_attn.runtime import counters, tensormap
 from cute_attn.runtime.launch import CPU
-from tests.support.backend_problems import build
 from tests.support.batch_case import heads, make, paged, plan_arguments, ragged, wrapper
 from tests.support.named_launches import recorded
 from tests.support.persistent_host import TARGETS, Target, single
+from tests.support.right import build
 
 
 @pytest.fixture(params=TARGETS, ids=lambda target: target.name)

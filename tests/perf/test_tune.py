@@ -22,8 +22,8 @@ from perf import rings, run, tiles, tune
 from perf.rows import SECTIONS, Section
 from perf.tiles import Trial
 from perf.workloads import BatchWorkload, equal
-from tests.support.backend_problems import build
 from tests.support.batch_case import dims, heads, ragged
+from tests.support.right import build
 
 tile = functools.partial(HopperTile, ping_pong=False)
 HOPPER = archs.named("sm_90a")

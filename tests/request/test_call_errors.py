@@ -1,15 +1,21 @@
 """Bad arguments of calls without a plan: an error that names them, before anything is written. What is wrong with any
-tensor of a call: `test_stored`, and `tests/api/test_shared_memory.py`; with decode calls: `test_decode_values`.
+tensor of a call: `test_stored`, and `tests/api/test_shared_memory.py`; with decode calls: `decode_refusals`, too.
 """
 
 from __future__ import annotations
+
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from cute_attn import ArgumentError, ArgumentTypeError, FP4Tensor, LayoutError, NotSupported, RuntimeArgumentError
+from cute_attn.wrappers import calls
+from perf.pretended_gpu import NullDriver
+from tests.support import decode_refusals
 from tests.support.entry_points import CACHES, ENTRIES, NEW_RESULTS, NEW_ROWS, OTHERS, STATES, TWO_CACHES, ints, randn
+from tests.support.launch_corpus import pretended
 from tests.support.refused_calls import Row, assert_refused, places
 
 BF16, E4M3, NAN, INF = torch.bfloat16, torch.float8_e4m3fn, float("nan"), float("inf")
@@ -19,7 +25,7 @@ K_CACHE, OUTPUT = TWO_CACHES["k_cache"], OTHERS["dequantise pages"].tensors["out
 
 FP4 = FP4Tensor(torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(128, 4).to(torch.float8_e4m3fn))
 MANY = randn(1, 2, 64).expand((1 << 31) + 20, 2, 64)  # more than launches count
-WIDE = torch.zeros(64, 2)
+WIDE, ROTATED = torch.zeros(64, 2), torch.zeros(4, 16, 64, dtype=E4M3)
 OWN_PAGES = {"block_tables": ints(0, 0, 0, 0).view(2, 2, 1), "uses_shared_paged_kv_idx": False}
 KNOWN, UNKNOWN = "'auto', 'fa4', 'fa3', 'xqa', 'fa2'", ("fa-2", "", None, 2, ["fa2"], np.array(["auto", "fa2"]))
 
@@ -162,6 +168,10 @@ BAD: dict[str, list[Row]] = {  # by entry: what changes, the message, and the er
         ({"o_scale": torch.ones(1)}, "o_scale must be a number", ArgumentTypeError),
         *(({"enable_pdl": one}, "enable_pdl must be True or False", ArgumentTypeError) for one in (1, 1.0)),
         ({"workspace_buffer": WIDE[:, 0]}, "workspace_buffer must be contiguous"),
+        (
+            {"block_tables": ints(0, 1)[:, None], "seq_lens": ints(20, 16), "max_seq_len": 20},
+            "the 1 pages of block_tables times 16 tokens; request 0 has 20",
+        ),
         ({"backend": "fa2"}, "fa2 refuses cpu tensors", NotSupported),
         ({"backend": "xqa"}, "xqa refuses cpu tensors", NotSupported),
         ({"backend": "trtllm"}, "backend must be one of", LayoutError),
@@ -175,12 +185,10 @@ BAD: dict[str, list[Row]] = {  # by entry: what changes, the message, and the er
         ({"num_kv_heads": 2.0}, "^num_kv_heads must ", ArgumentTypeError),
         ({"page_size": 16.0}, "^page_size must ", ArgumentTypeError),
         ({"q": randn(2, 4, 0)}, "^q must "),
+        ({"page_table": ints(0, 1, -5, 3).view(2, 2)}, r"page_table\[1, 0\], page 0 of request 1, is -5"),
         ({"output": torch.zeros(2, 4, 2, 64).bfloat16()[..., 0, :].transpose(0, 1)}, "^output must "),
     ],
     "trtllm": [
-        ({"cp_world": 2}, "cp_world", NotSupported),
-        ({"causal_seqlens_kv_global": ints(0, 0)}, "causal_seqlens_kv_global", NotSupported),
-        ({"request_order": ints(0, 0)}, "request_order", NotSupported),
         ({"out_dtype": "nvfp4"}, "NVFP4 output", NotSupported),
         ({"backend": "cute-dsl"}, "cute-dsl refuses", NotSupported),
         ({"backend": "cake"}, "cake refuses", NotSupported),
@@ -192,10 +200,51 @@ BAD: dict[str, list[Row]] = {  # by entry: what changes, the message, and the er
         ({"max_q_len": "x", "cum_seq_lens_q": ints(0, 1, 2)}, "^max_q_len must be an int", ArgumentTypeError),
         ({"bmm1_scale_log2": torch.tensor(3)}, "^bmm1_scale_log2 must be", ArgumentTypeError),
         ({"out": None, "out_dtype": torch.float32}, "^out_dtype must be float16 or bfloat16"),
+        ({"uses_shared_paged_kv_idx": False}, r"block_tables must have shape \[batch_size, 2, max_pages\]"),
+        ({**OWN_PAGES, "block_tables": ints(0, 0, 1, 2).view(2, 2, 1)}, "distances.*one page table", NotSupported),
+        ({**OWN_PAGES, "block_tables": ints(0, 99, 1, 100).view(2, 2, 1)}, "beyond the cache"),
+        (
+            {**OWN_PAGES, "block_tables": ints(0, 0).view(1, 2, 1)},
+            "one length for each of the 1 rows of block_tables",
+        ),
+        ({**OWN_PAGES, "seq_lens": ints(4, 16).to(META)}, "seq_lens must be on .* cpu.*, got .* on meta"),
         ({**OWN_PAGES, "block_tables": OWN_PAGES["block_tables"].to(META)}, "block_tables must be on a cpu or cuda"),
         ({**OWN_PAGES, "seq_lens": torch.zeros(2, dtype=torch.complex64)}, "seq_lens must have dtype"),
     ],
     "trtllm, NVFP4": [({"backend": "trtllm-gen"}, "interleaves scales of v", NotSupported)],
+    "latent": [
+        *(
+            ({name: n}, rf"{name}.*Instead: ", NotSupported)
+            for name, n in (("kv_lora_rank", 256), ("qk_rope_head_dim", 32))
+        ),
+        *(({"backend": x}, x, NotSupported) for x in ("cutlass", "cute-dsl", "cake")),
+        ({"backend": "sparse"}, "backend must be one of 'auto'", LayoutError),
+        ({"seq_lens": ints(4, 1000)}, r"seq_lens must be within 0\.\..*request 1 has 1000"),
+        ({"block_tables": ints(99, 0, 0, 0).view(2, 2)}, "block_tables, page 0 of request 0, is 99"),
+    ],
+    "latent, planned": [
+        ({"q_nope": randn(1, 4, 512), "q_pe": randn(1, 4, 64)}, "tokens of q_nope must be as planned, 2"),
+        ({"ckv_cache": randn(64, 1, 512), "kpe_cache": randn(64, 1, 64)}, "page_size of ckv_cache must be as planned"),
+        ({"q_pe": randn(2, 1, 64)}, "q_pe must have shape "),
+        ({"sinks": None}, "sinks must be given exactly where plan has use_sinks"),
+        ({"kpe_scale": 2.0}, "must come with a cache of float8_e4m3fn"),
+    ],
+    "latent, scales of groups": [
+        ({"ckv_scale": 1.0}, "Exactly one of ckv_scale or ckv_scale_arr must be given"),
+        ({"ckv_scale_arr": None}, "Exactly one of ckv_scale or ckv_scale_arr must be given"),
+        ({"ckv_scale_arr": None, "ckv_scale": 0.0, "kpe_cache": ROTATED}, "ckv_scale must be > 0"),
+        ({"ckv_scale_arr": torch.ones(4, 16, 3)}, "ckv_scale_arr must have shape "),
+        ({"kpe_scale": None}, "kpe_scale must be given"),
+    ],
+    "append latent rows": [
+        ({"append_kpe": randn(2, 64)}, "append_kpe must have as many rows as append_ckv, 3"),
+        ({"append_ckv": randn(3, 64)}, r"append_ckv must have shape \[nnz, 512\]"),
+    ],
+    "concat": [
+        ({"k": torch.zeros(3, 4, 190, dtype=BF16)}, "k must have nope_dim"),
+        ({"k_rope": randn(3, 4, 64)}, "k_rope must have shape"),
+        ({"backend": "cake"}, "cake", NotSupported),
+    ],
     "append": [
         ({"kv_layout": "HDN"}, "kv_layout must be one of 'NHD', 'HND'", LayoutError),
         ({"append_value": ROWS}, "append_value must have as many rows as append_key, 3"),
@@ -300,6 +349,18 @@ def test_errors_name_the_argument(name: str) -> None:
         for place in places(row):
             with place:
                 assert_refused(entry.begin(entry.tensors), entry, row)
+
+
+@pytest.mark.parametrize(("name", "form"), decode_refusals.CALLS)
+def test_decode(name: str, form: str) -> None:
+    decode_refusals.assert_refused(name, form)
+
+
+def test_values_on_a_gpu_are_looked_at_where_they_are_validated() -> None:
+    entry = ENTRIES["xqa, low level"]
+    looking = mock.patch.object(calls, "looks_at_values", return_value=True)  # as with CUTE_ATTN_VALIDATE=1
+    with pretended(NullDriver()), looking, pytest.raises(ArgumentError, match="pages of page_table times 16 tokens"):
+        entry.begin({})({**entry.tensors, "seq_lens": ints(4, 33)})
 
 
 @pytest.mark.parametrize("axis", range(4))

@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-import types
-
-import numpy as np
 import pytest
 import torch
 
 from cute_attn import ArgumentError
 from cute_attn.dispatch.reference import ReferenceRun
-from cute_attn.problem import BatchLengths, BatchProblem
+from cute_attn.problem import BatchProblem
 from cute_attn.request import caches
 from tests.support.batch_case import call, make, paged, plan_arguments, wrapper
 from tests.support.formula import assert_batch_right
 
 
-def check(
-    indices: list[int], pages: int = 6, start: tuple[int, ...] = (1, 4, 4), lens: tuple[int, ...] = (9, 0, 4)
-) -> None:
-    """Requests of 3, 0 and 1 pages of 4 tokens."""
-    lengths = BatchLengths(np.zeros(4, np.int64), np.array(start), np.array(lens), np.zeros(3, np.int64))
-    problem = types.SimpleNamespace(
-        settings=types.SimpleNamespace(page_size=4, window_left=-1),
-        q=torch.empty(0),
-        k=torch.empty(pages, 4, 1, 8),
-        kv_indices=torch.tensor(indices, dtype=torch.int32),
-    )
-    caches.check_pages(problem, lengths)  # type: ignore[arg-type]
-
-
-def test_good_pages() -> None:
-    check([99, 0, 5, 3, 2, -1])  # what no request has may be anything
-    check([], lens=(0, 0, 0), start=(0, 0, 0))
-
-
 @pytest.mark.parametrize(
-    ("indices", "message"),
-    [
-        ([0, 0, 6, 3, 2], r"paged_kv_indices\[2\], page 1 of request 0, is 6; the cache has pages 0\.\.5"),
-        ([0, 0, 5, 3, -1], r"paged_kv_indices\[4\], page 0 of request 2, is -1"),
-        ([0, 0, 5, 2147483647, 99], r"paged_kv_indices\[3\], page 2 of request 0, is 2147483647"),
-    ],
+    ("place", "page", "said"),
+    [(3, 7, "1 of request 0"), (5, -1, "0 of request 2"), (4, 2147483647, "2 of request 0")],
 )
-def test_bad_pages(indices: list[int], message: str) -> None:
+def test_bad_pages(place: int, page: int, said: str) -> None:
+    """Of requests of 3, 0 and 1 pages, in a cache of 7."""
+    case = paged((3, 0, 1), (9, 0, 4), page_size=4, slack=True)  # two entries of no request come first
+    inputs = make(case)
+    arguments = plan_arguments(case, inputs)
+    indices = arguments["paged_kv_indices"].clone()
+    indices[place] = page
+    made = wrapper(case)
+    made.plan(**{**arguments, "paged_kv_indices": indices})
+    message = rf"paged_kv_indices\[{place}\], page {said}, is {page}; the cache has pages 0\.\.6"
     with pytest.raises(ArgumentError, match=message):
-        check(indices)
+        call(case, inputs, made)
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("1", True), ("0", False), ("", False), (None, False)])

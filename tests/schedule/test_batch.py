@@ -1,8 +1,11 @@
-"""Schedules of batches against a model that looks at every row and key; their bounds as properties."""
+"""Schedules of batches against a model that looks at every row and key; their bounds as properties; their record."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections import defaultdict
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,10 +14,12 @@ from hypothesis import strategies as st
 
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
 from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
+from cute_attn.schedule import cost_model
 from cute_attn.schedule.batch import SchedulerParams, WorkList, schedule, typical_qo_len
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS
-from tests.support.makespan import DECODE, lengths_of
+from tests.support.device_schedules import Arrays, bounded, random_case
+from tests.support.makespan import DECODE, PREFILL, lengths_of, makespan
 
 LIMITS = BatchLimits(workspace_bytes=128 << 20)
 
@@ -235,6 +240,26 @@ def test_fixed_splits_do_not_depend_on_other_requests(
             assert kv_begin // chunk == max(kv_begin, kv_end - 1) // chunk
 
 
+# Of 700 random batches each. Who changes one changes schedules: `kernels/plan` too, and what they take on a GPU.
+RECORDED = ("bef1f6db1dda7842", "a57c3d978157707b", "f8234b51baf044f6")
+
+
+@pytest.mark.parametrize("seed", range(len(RECORDED)))
+def test_schedules_are_those_of_the_record(seed: int) -> None:
+    """Which tiles are cut, and how, where several schedules keep to all rules. The planner kernel: `test_planner`."""
+    rng, record = np.random.default_rng(seed), hashlib.sha256()
+    for _ in range(700):
+        case = random_case(rng, most_requests=70, most_tokens=4000)
+        if rng.random() < 0.3:
+            case = bounded(case, spare=7)
+        mask = rng.integers(0, 1 << 40, len(case.kv_len)) if rng.random() < 0.2 else None
+        kv_start = np.cumsum(case.kv_len) - case.kv_len
+        lengths = BatchLengths(Arrays.of(case).qo_indptr + rng.integers(0, 3), kv_start, case.kv_len, mask)
+        with contextlib.suppress(RuntimeArgumentError, WorkspaceError):  # of fixed splits
+            record.update(schedule(lengths, case.params, case.limits).ints.tobytes())
+    assert record.hexdigest()[:16] == RECORDED[seed]
+
+
 def test_a_fixed_split_size_that_does_not_fit_names_the_bytes() -> None:
     limits = BatchLimits(workspace_bytes=1000, fixed_split_size=4096)
     with pytest.raises(
@@ -254,26 +279,6 @@ def test_a_fixed_split_size_of_too_many_splits_names_one_that_works() -> None:
     assert len(schedule(lengths, DECODE, LIMITS._replace(fixed_split_size=128)).items) == 65
     with pytest.raises(RuntimeArgumentError, match="fixed_split_size must be at least 1 token, got 0"):
         schedule(lengths, DECODE, LIMITS._replace(fixed_split_size=0))
-
-
-@pytest.mark.parametrize(
-    ("name", "qo_lens", "kv_lens", "items", "merges"),
-    [
-        ("one long decode fills the device", [1], [131072], 33, 1),
-        ("one full wave is not split", [1] * 33, [8192] * 33, 33, 0),
-        ("two nearly full waves are not split", [1] * 64, [8192] * 64, 64, 0),
-        ("a few requests share one wave", [1] * 8, [8192] * 8, 32, 8),
-        ("7 requests after a full wave are cut in four", [1] * 40, [8192] * 40, 61, 7),
-        ("short requests are not worth a split", [1] * 8, [192] * 8, 8, 0),
-        ("many random waves balance themselves", [1] * 256, [100 + 31 * i for i in range(256)], 256, 0),
-        ("nothing to do", [], [], 0, 0),
-        ("no queries", [0, 0], [5, 0], 0, 0),
-        ("no keys", [2, 1], [0, 0], 2, 0),
-    ],
-)
-def test_splits_of_decode(name: str, qo_lens: list[int], kv_lens: list[int], items: int, merges: int) -> None:
-    work = schedule(lengths_of(qo_lens, kv_lens), DECODE, LIMITS)
-    assert (len(work.items), len(work.merges)) == (items, merges), name
 
 
 def test_a_small_workspace_limits_splits() -> None:
@@ -312,3 +317,86 @@ def test_facts_of_lengths() -> None:
     assert typical_qo_len(lengths, LIMITS) == typical_qo_len(lengths, LIMITS._replace(max_qo_len=8)) == 4
     empty = BatchLengths(np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
     assert (empty.qo_len.tolist(), empty.longest_qo, empty.longest_kv, empty.with_queries) == ([], 0, 0, 0)
+
+
+# ---- which tiles are cut, of last waves too
+
+CHUNKS = PREFILL._replace(group_size=1, num_kv_heads=40, resident_ctas=132, min_split_tiles=2, l2_kv_tokens=1)
+WIDE = CHUNKS._replace(cols=64, num_kv_heads=24, partial_row_bytes=4 * 257)
+LONG = CHUNKS._replace(causal=False, rows=192, cols=80, num_kv_heads=16)
+
+
+def cut_of(work: WorkList) -> tuple[int, int]:
+    """Returns how many query tiles are cut, and into how many parts the first of them."""
+    merges = merges_of(work)
+    return len(merges), merges[0].num_splits if merges else 1
+
+
+@pytest.mark.parametrize(
+    ("qo_lens", "kv_lens", "params", "cut"),
+    [
+        ([1], [131072], DECODE, (1, 33)),  # fills the device
+        ([1] * 33, [8192] * 33, DECODE, (0, 1)),  # one full wave
+        ([1] * 64, [8192] * 64, DECODE, (0, 1)),  # two nearly full waves
+        ([1] * 8, [8192] * 8, DECODE, (8, 4)),  # share one wave
+        ([1] * 40, [8192] * 40, DECODE, (7, 4)),  # 7 requests after a full wave
+        ([1] * 8, [192] * 8, DECODE, (0, 1)),  # too short
+        ([1] * 256, [100 + 31 * i for i in range(256)], DECODE, (0, 1)),  # random waves balance themselves
+        ([0, 0], [5, 0], DECODE, (0, 1)),
+        ([2, 1], [0, 0], DECODE, (0, 1)),
+        ([512], [4096], CHUNKS, (1, 4)),  # 160 tiles: 36 of 160 parts run beside the first wave
+        ([512], [16384], CHUNKS, (1, 4)),
+        ([352, 352], [2817, 2817], WIDE, (1, 7)),  # 144 tiles, one query tile of 24 heads in the last wave
+        ([640], [8192], CHUNKS._replace(num_kv_heads=32), (1, 4)),  # causal: tiles of 60 to 64 kv tiles
+        ([16384], [16384], LONG, (4, 2)),  # 1376 tiles: 64 after 10 waves
+        ([1024] * 9, [1024] * 9, CHUNKS._replace(causal=False, num_kv_heads=16), (0, 1)),  # too short
+        ([512], [4096], CHUNKS._replace(num_kv_heads=33), (0, 1)),  # 132 tiles: no last wave
+        ([2048], [2048], CHUNKS, (0, 1)),  # causal: longest first balances them
+        ([], [], CHUNKS, (0, 1)),
+        ([512], [0], CHUNKS, (0, 1)),
+    ],
+)
+def test_which_tiles_are_cut(
+    qo_lens: list[int], kv_lens: list[int], params: SchedulerParams, cut: tuple[int, int]
+) -> None:
+    work = schedule(lengths_of(qo_lens, kv_lens), params, LIMITS)
+    assert cut_of(work) == cut
+    partial = [item.partial != NO_PARTIAL for item in items_of(work)]
+    assert partial == sorted(partial)  # parts come last, whatever L2 holds
+
+
+@pytest.mark.parametrize(("parts", "cut"), [(5, 5), (4, 4), (3, 3), (1, 1)])
+def test_only_within_the_workspace(parts: int, cut: int) -> None:
+    lengths = lengths_of([352, 352], [2817, 2817])
+    limits = LIMITS._replace(workspace_bytes=(parts + 1) * WIDE.partial_bytes - 1)
+    assert cut_of(schedule(lengths, WIDE, limits))[1] == cut
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=st.integers(1, 3),
+    qo_len=st.integers(100, 600),
+    kv_len=st.integers(100, 6000),
+    rows=st.sampled_from([8, 16]),
+    num_kv_heads=st.integers(1, 20),
+    resident_ctas=st.integers(1, 150),
+    causal=st.booleans(),
+)
+def test_schedules_are_complete_and_hardly_ever_longer(
+    requests: int, qo_len: int, kv_len: int, rows: int, num_kv_heads: int, resident_ctas: int, causal: bool
+) -> None:
+    params = CHUNKS._replace(
+        rows=rows, cols=8, num_kv_heads=num_kv_heads, resident_ctas=resident_ctas, partial_row_bytes=260, causal=causal
+    )
+    lengths = lengths_of([qo_len] * requests, [kv_len] * requests)
+    cost_model.best_cut.cache_clear()
+    work = schedule(lengths, params, LIMITS)
+    cost_model.best_cut.cache_clear()
+    with mock.patch.object(cost_model, "last_wave", return_value=None):
+        before = schedule(lengths, params, LIMITS)
+    cost_model.best_cut.cache_clear()
+    if np.array_equal(work.ints, before.ints):
+        return
+    check_coverage(work, lengths, params)
+    check_partials(work, params, LIMITS)
+    assert makespan(work, params) < 1.05 * makespan(before, params)

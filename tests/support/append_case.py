@@ -192,16 +192,3 @@ FUNCTIONS = {
     "nvfp4": cute_attn.nvfp4_quantize_append_paged_kv_cache,
     "mapped": cute_attn.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
 }
-
-
-def good_append() -> dict[str, Any]:
-    """Arguments of an NVFP4 append of two rows by slots."""
-    return {
-        "append_key": torch.zeros(2, 3, 32),
-        "append_value": torch.zeros(2, 3, 32),
-        "slot_mapping": torch.tensor([0, 5]),
-        "paged_kv_cache": torch.zeros(2, 2, 4, 3, 16, dtype=torch.uint8),
-        "kv_cache_sf": torch.zeros(2, 2, 4, 3, 2, dtype=torch.uint8),
-        "k_scale": 1.0,
-        "v_scale": 1.0,
-    }

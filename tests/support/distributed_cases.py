@@ -23,6 +23,7 @@ from cute_attn import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupp
 from cute_attn.integrations import aten_flash, distributed
 from tests.support.dense_attention import attention, random, seen
 from tests.support.engine_case import BF16, Batch, Tokens
+from tests.support.refused_calls import Row, raises
 
 LN2 = math.log(2)
 ROUNDING = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -48,6 +49,13 @@ def close(found: torch.Tensor, expected: Any, rounding: float) -> None:
     expected = torch.as_tensor(expected)
     scale = max(1.0, float(expected[expected.isfinite()].abs().max())) if expected.numel() else 1.0
     torch.testing.assert_close(found.cpu().double(), expected.double(), rtol=0, atol=rounding * scale)
+
+
+def assert_refused(call: Any, *rows: Row) -> None:
+    """A call is refused with the arguments of each row."""
+    for row in rows:
+        with raises(row):
+            call(**row[0])
 
 
 @functools.lru_cache
@@ -189,40 +197,32 @@ def captured(run: Any) -> Any:
 
 def decode_errors(device: torch.device, group: Any) -> None:
     shards = Shards(device, group, "contiguous", [9, 4])
-    wrapper = wrapper_on(device, group)
-    with pytest.raises(NotPlannedError, match=r"plan\(\) must come before run\(\)"):
-        wrapper.run(shards.q, shards.cache)
-    for option, value in (("window_left", 3), ("q_len_per_req", 2), ("pos_encoding_mode", "ALIBI")):
-        with pytest.raises(NotSupported, match=f"refuses {option}={value!r}: a rank knows its tokens"):
-            shards.plan(wrapper, **{option: value})
-    with pytest.raises(ArgumentTypeError, match=r"kv_data_type must be a torch\.dtype or its name, got 3"):
-        shards.plan(wrapper, kv_data_type=3)
-    with pytest.raises(ArgumentError, match="o_data_type must have dtype float16 or bfloat16 or float32"):
-        shards.plan(wrapper, o_data_type="float8_e4m3fn")
+    wrapper, q, cache = wrapper_on(device, group), shards.q, shards.cache
+    run = functools.partial(wrapper.run, q, cache)
+    assert_refused(run, ({}, r"plan\(\) must come before run\(\)", NotPlannedError))
+    assert_refused(
+        functools.partial(shards.plan, wrapper),
+        *(
+            ({option: value}, f"refuses {option}={value!r}: a rank knows its tokens", NotSupported)
+            for option, value in (("window_left", 3), ("q_len_per_req", 2), ("pos_encoding_mode", "ALIBI"))
+        ),
+        ({"kv_data_type": 3}, r"kv_data_type must be a torch\.dtype or its name, got 3", ArgumentTypeError),
+        ({"o_data_type": "float8_e4m3fn"}, "o_data_type must have dtype float16 or bfloat16 or float32"),
+    )
     shards.plan(wrapper)
-    with pytest.raises(ArgumentError, match="out must have dtype bfloat16"):
-        wrapper.run(shards.q, shards.cache, out=torch.empty(2, 4, 64, device=device))
-    with pytest.raises(ArgumentError, match="lse must be contiguous"):
-        wrapper.run(shards.q, shards.cache, lse=torch.empty(4, 2, device=device).t())
-    memory = torch.zeros(2, 4, 64, device=device, dtype=torch.bfloat16)
-    for options, shared in (
-        ({"out": shards.q}, "out must not share memory with q"),
-        ({"out": shards.cache[1].view(-1)[: memory.numel()].view(memory.shape)}, "out must not share memory with v"),
-        (
-            {"out": memory, "lse": memory.view(-1)[:16].view(torch.float32).view(2, 4)},
-            "lse must not share memory with out",
-        ),
-        (
-            {"lse": wrapper._local._float_workspace_buffer[:32].view(torch.float32).view(2, 4)},
-            "lse must not share memory with the workspace",
-        ),
-    ):
-        with pytest.raises(ArgumentError, match=shared):
-            wrapper.run(shards.q, shards.cache, **options)
-    with pytest.raises(ArgumentError, match=r"sinks must have shape \[num_qo_heads\]"):
-        wrapper.run(shards.q, shards.cache, sinks=torch.zeros(3, device=device))
-    with pytest.raises(ArgumentTypeError, match="group must be a"):
-        wrapper_on(device, "all")
+    memory, own = torch.zeros_like(q), wrapper._local._float_workspace_buffer
+    in_memory, in_own = (x.view(-1).view(torch.float32)[:8].view(2, 4) for x in (memory, own[:32]))
+    assert_refused(
+        run,
+        ({"out": torch.empty(2, 4, 64, device=device)}, "out must have dtype bfloat16"),
+        ({"lse": torch.empty(4, 2, device=device).t()}, "lse must be contiguous"),
+        ({"out": q}, "out must not share memory with q"),
+        ({"out": cache[1].view(-1)[: q.numel()].view(q.shape)}, "out must not share memory with v"),
+        ({"out": memory, "lse": in_memory}, "lse must not share memory with out"),
+        ({"lse": in_own}, "lse must not share memory with the workspace"),
+        ({"sinks": torch.zeros(3, device=device)}, r"sinks must have shape \[num_qo_heads\]"),
+    )
+    assert_refused(functools.partial(wrapper_on, device), ({"group": "all"}, "group must be a", ArgumentTypeError))
 
 
 def page_shards(device: torch.device, group: Any) -> None:
@@ -305,19 +305,16 @@ def ring_strided(device: torch.device, group: Any) -> None:
 
 def ring_errors(device: torch.device, group: Any) -> None:
     q, k = randn(6, 4, 64, device=device), randn(6, 2, 64, device=device)
-    run = functools.partial(distributed.ring_prefill, group=group)
-    with pytest.raises(ArgumentError, match="k must have q's 6 tokens"):
-        run(q, k[:5], k)
-    with pytest.raises(ArgumentError, match="q must have an even number of tokens"):
-        run(q[:5], k[:5], k[:5])
-    with pytest.raises(ArgumentError, match=r"q must have the 5 tokens that rank \d of \d holds of seq_len"):
-        run(q, k, k, seq_len=5 * dist.get_world_size(group))
-    with pytest.raises(ArgumentError, match="o_dtype must have dtype"):
-        run(q, k, k, o_dtype=torch.int8)
-    with pytest.raises(ArgumentError, match="q and k must have the same head dimension"):  # of the attention call
-        run(q[..., :32], k, k)
-    with pytest.raises(ArgumentTypeError, match="causal must be True or False"):
-        run(q, k, k, causal=1)
+    ranks = dist.get_world_size(group)
+    assert_refused(
+        functools.partial(distributed.ring_prefill, q=q, k=k, v=k, group=group),
+        ({"k": k[:5]}, "k must have q's 6 tokens"),
+        ({"q": q[:5], "k": k[:5], "v": k[:5]}, "q must have an even number of tokens"),
+        ({"seq_len": 5 * ranks}, r"q must have the 5 tokens that rank \d of \d holds of seq_len"),
+        ({"o_dtype": torch.int8}, "o_dtype must have dtype"),
+        ({"q": q[..., :32]}, "q and k must have the same head dimension"),  # of the attention call
+        ({"causal": 1}, "causal must be True or False", ArgumentTypeError),
+    )
 
 
 # ---- Ulysses
@@ -357,19 +354,17 @@ def ulysses_callable(device: torch.device, group: Any) -> None:
 def ulysses_errors(device: torch.device, group: Any) -> None:
     ranks = dist.get_world_size(group)
     q, k = randn(6, 4, 64, device=device), randn(6, 2, 64, device=device)
-    run = functools.partial(distributed.ulysses_attention, group=group)
-    with pytest.raises(NotSupported, match=f"refuses num_qo_heads={ranks + 1}: {ranks} ranks cannot"):
-        run(q[:, :1].expand(6, ranks + 1, 64), k[:, :1], k[:, :1])
-    with pytest.raises(NotSupported, match=f"refuses num_kv_heads=3: the query heads of one of {ranks} ranks"):
-        run(q[:, :1].expand(6, 12, 64), k[:, :1].expand(6, 3, 64), k[:, :1].expand(6, 3, 64))
-    with pytest.raises(ArgumentError, match="k must have q's tokens and dtype"):
-        run(q, k[:5], k)
-    with pytest.raises(ArgumentError, match=f"tokens_per_rank must have a number >= 0 for each of {ranks} ranks"):
-        run(q, k, k, tokens_per_rank=[6])
-    with pytest.raises(ArgumentError, match="q must have tokens_per_rank"):
-        run(q, k, k, tokens_per_rank=[5] * ranks)
-    with pytest.raises(ArgumentError, match="window_left must not be given beside attention"):
-        run(q, k, k, window_left=3, attention=print)
+    one, three, many = k[:, :1], k[:, :1].expand(6, 3, 64), q[:, :1].expand(6, ranks + 1, 64)
+    too_many = f"refuses num_kv_heads=3: the query heads of one of {ranks} ranks"
+    assert_refused(
+        functools.partial(distributed.ulysses_attention, q=q, k=k, v=k, group=group),
+        ({"q": many, "k": one, "v": one}, f"refuses num_qo_heads={ranks + 1}: {ranks} ranks cannot", NotSupported),
+        ({"q": q[:, :1].expand(6, 12, 64), "k": three, "v": three}, too_many, NotSupported),
+        ({"k": k[:5]}, "k must have q's tokens and dtype"),
+        ({"tokens_per_rank": [6]}, f"tokens_per_rank must have a number >= 0 for each of {ranks} ranks"),
+        ({"tokens_per_rank": [5] * ranks}, "q must have tokens_per_rank"),
+        ({"window_left": 3, "attention": print}, "window_left must not be given beside attention"),
+    )
 
 
 # ---- torch's context_parallel

@@ -190,29 +190,25 @@ def types_of(given: Tensors) -> dict[str, Any]:
     return {"q_data_type": q_dtype} | ({} if kv_dtype == q_dtype else {"kv_data_type": kv_dtype})
 
 
-def mask_of(given: Tensors) -> dict[str, Any]:
-    """Return the mask of a plan."""
-    return {"packed_custom_mask": given["packed_mask"]} if "packed_mask" in given else {}
-
-
-def plan_paged(given: Tensors) -> dict[str, Any]:
-    """Return the plan of a paged prefill batch."""
-    pages = {"paged_kv_indptr": ints(*PAGE_INDPTR), "paged_kv_indices": given["kv_indices"]}
-    where = {"qo_indptr": ints(*QO_INDPTR), **pages, "paged_kv_last_page_len": ints(*LAST_PAGE_LEN)}
-    return {**where, **SIZES_OF_PREFILL, "page_size": PAGE, **types_of(given), **mask_of(given)}
-
-
-def plan_ragged(given: Tensors) -> dict[str, Any]:
-    """Return the plan of a ragged prefill batch."""
-    where = {"qo_indptr": ints(*QO_INDPTR), "kv_indptr": ints(*KV_INDPTR)}
-    return {**where, **SIZES_OF_PREFILL, **types_of(given), **mask_of(given)}
-
-
-def plan_decode(given: Tensors) -> dict[str, Any]:
-    """Return the plan of a decode batch."""
-    where = {"indptr": ints(*PAGE_INDPTR), "indices": given["kv_indices"], "last_page_len": ints(*LAST_PAGE_LEN)}
-    return {**where, **SIZES_OF_OTHERS, "page_size": PAGE, **types_of(given)}
-
+# Arguments of plans but for dtypes. A string is the name of a tensor of the entry, if it has that.
+ROWS_OF_REQUESTS = {"qo_indptr": ints(*QO_INDPTR)}
+PAGE_TABLE = {"indptr": ints(*PAGE_INDPTR), "indices": "kv_indices", "last_page_len": ints(*LAST_PAGE_LEN)}
+PACKED_MASK = {"packed_custom_mask": "packed_mask"}
+PLAN_PAGED: dict[str, Any] = {**ROWS_OF_REQUESTS, **{f"paged_kv_{name}": x for name, x in PAGE_TABLE.items()}}
+PLAN_PAGED |= {**SIZES_OF_PREFILL, "page_size": PAGE, **PACKED_MASK}
+PLAN_RAGGED: dict[str, Any] = {**ROWS_OF_REQUESTS, "kv_indptr": ints(*KV_INDPTR), **SIZES_OF_PREFILL, **PACKED_MASK}
+PLAN_DECODE = {**PAGE_TABLE, **SIZES_OF_OTHERS, "page_size": PAGE}
+PLAN_MIXED: dict[str, Any] = {**ROWS_OF_REQUESTS, "kv_indptr": ints(*PAGE_INDPTR), "kv_indices": "kv_indices"}
+PLAN_MIXED |= {"kv_len_arr": ints(*KV_LENS), **SIZES_OF_PREFILL, "head_dim_vo": DIM, "page_size": PAGE}
+PLAN_BLOCKS: dict[str, Any] = {
+    "indptr": ints(0, 1, 3),
+    "indices": "kv_indices",
+    "M": ROWS,
+    "N": KEYS,
+    "R": ROWS // 2,
+    "C": KEYS // 2,
+}
+PLAN_BLOCKS |= {**SIZES_OF_OTHERS, "o_data_type": BF16, "packed_mask": "packed_mask"}
 
 KEPT = ("the workspace", SCHEDULE, "kv_indices", "packed_mask")
 GRAPH = {"paged_kv_indptr_buf": ints(0, 0, 0), "paged_kv_last_page_len_buf": ints(1, 1), "qo_indptr_buf": ints(0, 0, 0)}
@@ -221,7 +217,7 @@ GRAPH = {"paged_kv_indptr_buf": ints(0, 0, 0), "paged_kv_last_page_len_buf": int
 def batch(
     given: dict[str, torch.Tensor],
     wrapper: Callable[..., Any],
-    plan: Callable[[Tensors], dict[str, Any]],
+    plan: Mapping[str, Any],
     buffers: Mapping[str, str] | None = None,
     paged: bool = True,
     **options: Any,
@@ -234,8 +230,10 @@ def batch(
         if buffers is not None:
             chosen |= {"use_cuda_graph": True} | {word: given[name] for name, word in buffers.items()}
         made = wrapper(given["the workspace"], **{**chosen, **changes.get("__init__", {})})
-        apart = {name: given[name].clone() for name in buffers or () if name in KEPT}
-        arguments = {**plan({**given, **apart}), **changes.get("plan", {})}
+        own = {**given, **{name: given[name].clone() for name in buffers or () if name in KEPT}}
+        arguments = {name: own.get(x) if isinstance(x, str) else x for name, x in plan.items()}
+        arguments = {name: x for name, x in arguments.items() if x is not None}
+        arguments |= {**types_of(given), **changes.get("plan", {})}
         made.plan(**arguments)
         return Planned(made, arguments, kept, paged, options)
 
@@ -281,40 +279,23 @@ def mixed_wrapper(workspace: torch.Tensor, **options: Any) -> Any:
     return cute_attn.BatchAttention(**{"device": workspace.device, **options})
 
 
-def plan_mixed(given: Tensors) -> dict[str, Any]:
-    """Return the plan of a mixed batch."""
-    arrays = {"qo_indptr": ints(*QO_INDPTR), "kv_indptr": ints(*PAGE_INDPTR), "kv_indices": given["kv_indices"]}
-    sizes = {**SIZES_OF_PREFILL, "head_dim_vo": DIM, "page_size": PAGE}
-    return {**arrays, "kv_len_arr": ints(*KV_LENS), **sizes, **types_of(given)}
-
-
-def plan_blocks(given: Tensors) -> dict[str, Any]:
-    """Return the plan of 2 x 2 blocks."""
-    where = {"indptr": ints(0, 1, 3), "indices": given["kv_indices"]}
-    matrix = {"M": ROWS, "N": KEYS, "R": ROWS // 2, "C": KEYS // 2}
-    options = {**types_of(given), "o_data_type": BF16, "packed_mask": given.get("packed_mask")}
-    return {**where, **matrix, **SIZES_OF_OTHERS, **options}
-
-
-def plan_variable(given: Tensors) -> dict[str, Any]:
-    """Return the plan of 2 x 2 blocks for every kv head."""
-    kv_heads = given["k"].shape[0]
-    rows, columns = (ints(*x).expand(kv_heads, 2) for x in ((3, 5), (16, 16)))
-    blocks = {"block_mask_map": ints(1).bool().expand(kv_heads, 2, 2), "block_row_sz": rows}
-    sizes = {"block_col_sz": columns, "num_qo_heads": given["q"].shape[0], "num_kv_heads": kv_heads, "head_dim": DIM}
-    return {**blocks, **sizes, **types_of(given)}
-
-
-def by_heads(num_kv_heads: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of variable blocks."""
+def variable_blocks(num_kv_heads: int) -> Entry:
+    """Return the entry of 2 x 2 blocks for every kv head."""
     kv = {name: randn(num_kv_heads, KEYS, DIM) for name in "kv"}
     out, lse = (zeros(num_kv_heads * ROWS, HEADS // num_kv_heads, *n, dtype=t) for n, t in (((DIM,), BF16), ((), F32)))
-    return {"q": randn(HEADS, ROWS, DIM), **kv, "out": out, "lse": lse, **WORKSPACE}
+    rows, columns = (ints(*x).expand(num_kv_heads, 2) for x in ((3, 5), (16, 16)))
+    plan: dict[str, Any] = {
+        "block_mask_map": ints(1).bool().expand(num_kv_heads, 2, 2),
+        "block_row_sz": rows,
+        "block_col_sz": columns,
+    }
+    plan |= {"num_qo_heads": HEADS, "num_kv_heads": num_kv_heads, "head_dim": DIM}
+    given = {"q": randn(HEADS, ROWS, DIM), **kv, "out": out, "lse": lse, **WORKSPACE}
+    return batch_of_rows(given, cute_attn.VariableBlockSparseAttentionWrapper, plan)
 
 
 PAGED, RAGGED = cute_attn.BatchPrefillWithPagedKVCacheWrapper, cute_attn.BatchPrefillWithRaggedKVCacheWrapper
 STEPS, BLOCKS = cute_attn.BatchDecodeWithPagedKVCacheWrapper, cute_attn.BlockSparseAttentionWrapper
-VARIABLE = cute_attn.VariableBlockSparseAttentionWrapper
 batch_of_rows = functools.partial(batch, paged=False)
 BLOCKS_OF_2 = operands(KEYS) | outputs() | WORKSPACE | {"kv_indices": ints(0, 0, 1)}
 COLUMNS = {"lse": zeros(HEADS, ROWS, dtype=F32)}
@@ -332,29 +313,62 @@ RAGGED_GRAPH = {name: ints(0, 0, 0) for name in RAGGED_BUFFERS}
 GRAPH_MASK = MASK | {"mask_indptr_buf": ints(0, 0, 0)}
 BLOCKS_TENSORS = {"": {}, ", mask": {"packed_mask": zeros(8 + 16)}, ", head scales": NARROW_HEADS}
 BATCHES = {
-    **{f"paged{of}": batch(PAGES_OF_2 | more, PAGED, plan_paged) for of, more in PAGED_TENSORS.items()},
-    "paged, one cache": batch(without(PAGES_OF_2, "k", "v") | ONE_CACHE, PAGED, plan_paged),
-    "paged, lse by heads": batch(PAGES_OF_2 | COLUMNS, PAGED, plan_paged, lse_layout="HN", return_lse=True),
-    "paged, CUDA graph": batch(PAGES_OF_2 | GRAPH, PAGED, plan_paged, PAGED_BUFFERS),
-    "paged, CUDA graph, mask": batch(PAGES_OF_2 | GRAPH | GRAPH_MASK, PAGED, plan_paged, PAGED_BUFFERS | MASK_BUFFERS),
+    **{f"paged{of}": batch(PAGES_OF_2 | more, PAGED, PLAN_PAGED) for of, more in PAGED_TENSORS.items()},
+    "paged, one cache": batch(without(PAGES_OF_2, "k", "v") | ONE_CACHE, PAGED, PLAN_PAGED),
+    "paged, lse by heads": batch(PAGES_OF_2 | COLUMNS, PAGED, PLAN_PAGED, lse_layout="HN", return_lse=True),
+    "paged, CUDA graph": batch(PAGES_OF_2 | GRAPH, PAGED, PLAN_PAGED, PAGED_BUFFERS),
+    "paged, CUDA graph, mask": batch(PAGES_OF_2 | GRAPH | GRAPH_MASK, PAGED, PLAN_PAGED, PAGED_BUFFERS | MASK_BUFFERS),
     "paged with ranges": batch(
-        PAGES_OF_2 | SINKS | {"bidirectional_ranges": torch.zeros(ROWS, 2, dtype=I32)}, RANGES, plan_paged
+        PAGES_OF_2 | SINKS | {"bidirectional_ranges": torch.zeros(ROWS, 2, dtype=I32)}, RANGES, PLAN_PAGED
     ),
-    "paged with sinks": batch(PAGES_OF_2 | SINKS, WITH_SINKS, plan_paged),
-    "mixed": batch(PAGES_OF_2 | scales("k_scale", "v_scale"), mixed_wrapper, plan_mixed)._replace(emulated=False),
-    **{f"ragged{of}": batch_of_rows(ROWS_OF_2 | more, RAGGED, plan_ragged) for of, more in RAGGED_TENSORS_OF.items()},
-    "ragged, CUDA graph": batch_of_rows(ROWS_OF_2 | RAGGED_GRAPH, RAGGED, plan_ragged, RAGGED_BUFFERS),
+    "paged with sinks": batch(PAGES_OF_2 | SINKS, WITH_SINKS, PLAN_PAGED),
+    "mixed": batch(PAGES_OF_2 | scales("k_scale", "v_scale"), mixed_wrapper, PLAN_MIXED)._replace(emulated=False),
+    **{f"ragged{of}": batch_of_rows(ROWS_OF_2 | more, RAGGED, PLAN_RAGGED) for of, more in RAGGED_TENSORS_OF.items()},
+    "ragged, CUDA graph": batch_of_rows(ROWS_OF_2 | RAGGED_GRAPH, RAGGED, PLAN_RAGGED, RAGGED_BUFFERS),
     "ragged, CUDA graph, mask": batch_of_rows(
-        ROWS_OF_2 | RAGGED_GRAPH | GRAPH_MASK, RAGGED, plan_ragged, RAGGED_BUFFERS | MASK_BUFFERS
+        ROWS_OF_2 | RAGGED_GRAPH | GRAPH_MASK, RAGGED, PLAN_RAGGED, RAGGED_BUFFERS | MASK_BUFFERS
     ),
-    **{f"decode{of}": batch(STEP | PAGED_TENSORS[of], STEPS, plan_decode) for of in ("", ", scales", ", NVFP4")},
-    "decode, CUDA graph": batch(GRAPHED_STEP, STEPS, plan_decode, DECODE_BUFFERS),
-    "decode, CUDA graph's own wrapper": batch(GRAPHED_STEP, graphed_decode, plan_decode, DECODE_BUFFERS)._replace(
+    **{f"decode{of}": batch(STEP | PAGED_TENSORS[of], STEPS, PLAN_DECODE) for of in ("", ", scales", ", NVFP4")},
+    "decode, CUDA graph": batch(GRAPHED_STEP, STEPS, PLAN_DECODE, DECODE_BUFFERS),
+    "decode, CUDA graph's own wrapper": batch(GRAPHED_STEP, graphed_decode, PLAN_DECODE, DECODE_BUFFERS)._replace(
         emulated=False
     ),
-    **{f"blocks{of}": batch_of_rows(BLOCKS_OF_2 | more, BLOCKS, plan_blocks) for of, more in BLOCKS_TENSORS.items()},
-    "variable blocks": batch_of_rows(by_heads(HEADS), VARIABLE, plan_variable),
-    "variable blocks, grouped": batch_of_rows(by_heads(KV_HEADS), VARIABLE, plan_variable),
+    **{f"blocks{of}": batch_of_rows(BLOCKS_OF_2 | more, BLOCKS, PLAN_BLOCKS) for of, more in BLOCKS_TENSORS.items()},
+    "variable blocks": variable_blocks(HEADS),
+    "variable blocks, grouped": variable_blocks(KV_HEADS),
+}
+
+# ---- wrappers of prefixes, which write new tensors only
+
+HALVES = {"q": randn(ROWS, HEADS, DIM).half(), "the workspace": zeros(WORKSPACE_BYTES)}
+HALF_PAGES = randn(PAGES, 2, PAGE, KV_HEADS, DIM).half()
+SHARED = HALVES | {name: randn(7, KV_HEADS, DIM).half() for name in ("k_shared", "v_shared")}
+SHARED |= {"unique_kv_cache": HALF_PAGES}
+OWN_PAGES = ints(*PAGE_INDPTR), INDICES["kv_indices"], ints(*LAST_PAGE_LEN)
+
+
+def shared(wrapper: Callable[..., Any], rows: int, *bounds: torch.Tensor) -> Entry:
+    """Return the entry of a wrapper for requests with one shared prefix."""
+
+    def begin(given: Tensors, _: str = "auto", changes: Changes = UNCHANGED) -> Call:
+        made = wrapper(given["the workspace"], **changes.get("__init__", {}))
+        made.begin_forward(*bounds, *OWN_PAGES, *SIZES, PAGE, **changes.get("begin_forward", {}))
+        return lambda given: made.forward(**without(dict(given), "the workspace"))
+
+    return Entry(SHARED | {"q": SHARED["q"][:rows]}, begin, ())
+
+
+def begin_levels(given: Tensors, _: str = "auto", changes: Changes = UNCHANGED) -> Call:
+    """Plan one level of a cascade, and return its runs."""
+    made = cute_attn.MultiLevelCascadeAttentionWrapper(1, given["the workspace"], **changes.get("__init__", {}))
+    made.plan(*([x] for x in (ints(*QO_INDPTR), *OWN_PAGES)), *SIZES, PAGE, **changes.get("plan", {}))
+    return lambda given: made.run(**without(dict(given), "the workspace"))
+
+
+PREFIXES = {
+    "shared prefix, decode": shared(cute_attn.BatchDecodeWithSharedPrefixPagedKVCacheWrapper, 2),
+    "shared prefix, prefill": shared(cute_attn.BatchPrefillWithSharedPrefixPagedKVCacheWrapper, ROWS, ints(*QO_INDPTR)),
+    "levels": Entry(HALVES | {"paged_kv_cache": HALF_PAGES}, begin_levels, ()),
 }
 
 # ---- batches without a plan
@@ -497,7 +511,7 @@ LATENT_ENTRIES = {
     "latent, planned, scales": Entry(LATENT_PARTS | BMM_SCALES, begin_latent, planned=LATENT_KEPT),
     "latent, scales of groups": Entry(SCALED_PARTS, begin_latent, planned=LATENT_KEPT),
     "latent, xqa": Entry(
-        {name: x for name, x in LATENT.items() if name != "lse"},
+        without(LATENT, "lse"),
         direct(cute_attn.xqa_batch_decode_with_kv_cache_mla, **LATENT_DIMS),
         WRITTEN,
         emulated=False,
@@ -562,24 +576,17 @@ ENTRIES = SINGLE | BATCHES | BATCHES_WITHOUT_PLAN | LATENT_ENTRIES | OTHERS
 # ---- calls that write new tensors only
 
 
-def new_result(function: Callable[..., Any], **tensors: torch.Tensor) -> Entry:
-    """Return the entry of a function that takes tensors, and returns others."""
-    return Entry(tensors, direct(function), (), emulated=False)
-
-
 SCALE = {"global_scale": torch.ones(1)}
 TWO_CACHES = {"k_cache": randn(2, 4, 2, DIM), "v_cache": randn(2, 4, 2, DIM)}
 PACKED = {"fp4_data": zeros(4, 32) + 0x21, "block_scales": zeros(4, 4) + 0x38}
+TWO_STATES = dict(zip(("v_a", "s_a", "v_b", "s_b"), STATES.values(), strict=False))
+PAGE_COUNTS = {"kv_indptr": ints(0, 1, 2), "kv_last_page_len": ints(*LAST_PAGE_LEN)}
 NEW_RESULTS = {
-    "merge two": new_result(
-        cute_attn.merge_state, **dict(zip(("v_a", "s_a", "v_b", "s_b"), STATES.values(), strict=False))
-    ),
-    "merge several": new_result(cute_attn.merge_states, v=randn(5, 3, HEADS, DIM), s=torch.ones(5, 3, HEADS)),
-    "quantise": new_result(cute_attn.nvfp4_kv_quantize, input=randn(4, DIM), **SCALE),
-    "dequantise": new_result(cute_attn.nvfp4_kv_dequantize, **PACKED, **SCALE),
-    "quantise pages": new_result(cute_attn.nvfp4_quantize_paged_kv_cache, **TWO_CACHES),
-    "quantise pages to fp8": new_result(cute_attn.fp8_quantize_paged_kv_cache, **TWO_CACHES),
-    "lengths": other(
-        cute_attn.get_seq_lens, {"kv_indptr": ints(0, 1, 2), "kv_last_page_len": ints(*LAST_PAGE_LEN)}, page_size=16
-    ),
+    "merge two": other(cute_attn.merge_state, TWO_STATES),
+    "merge several": other(cute_attn.merge_states, {"v": randn(5, 3, HEADS, DIM), "s": torch.ones(5, 3, HEADS)}),
+    "quantise": other(cute_attn.nvfp4_kv_quantize, {"input": randn(4, DIM), **SCALE}),
+    "dequantise": other(cute_attn.nvfp4_kv_dequantize, PACKED | SCALE),
+    "quantise pages": other(cute_attn.nvfp4_quantize_paged_kv_cache, TWO_CACHES),
+    "quantise pages to fp8": other(cute_attn.fp8_quantize_paged_kv_cache, TWO_CACHES),
+    "lengths": other(cute_attn.get_seq_lens, PAGE_COUNTS, page_size=16),
 }

@@ -8,68 +8,11 @@ from typing import Any
 
 import torch
 
-import cute_attn
-from tests.support import entry_points
-from tests.support.entry_points import (
-    DIM,
-    ENTRIES,
-    HEADS,
-    INDICES,
-    KV_HEADS,
-    LAST_PAGE_LEN,
-    PAGE,
-    PAGE_INDPTR,
-    PAGES,
-    QO_INDPTR,
-    ROWS,
-    SIZES,
-    UNCHANGED,
-    WORKSPACE_BYTES,
-    Entry,
-    Planned,
-    Tensors,
-    ints,
-    randn,
-    without,
-    zeros,
-)
+from tests.support.entry_points import ENTRIES, PREFIXES, Planned
 
 Changes = dict[str, Any]
 Results = tuple[torch.Tensor, ...]
 Call = Callable[[str, Changes], Results]  # the method that the changes concern, and the changes
-
-# ---- wrappers of prefixes, which write new tensors only
-
-HALVES = {"q": randn(ROWS, HEADS, DIM).half(), "the workspace": zeros(WORKSPACE_BYTES)}
-HALF_PAGES = randn(PAGES, 2, PAGE, KV_HEADS, DIM).half()
-SHARED = HALVES | {name: randn(7, KV_HEADS, DIM).half() for name in ("k_shared", "v_shared")}
-SHARED |= {"unique_kv_cache": HALF_PAGES}
-OWN_PAGES = ints(*PAGE_INDPTR), INDICES["kv_indices"], ints(*LAST_PAGE_LEN)
-
-
-def shared(wrapper: Callable[..., Any], rows: int, *bounds: torch.Tensor) -> Entry:
-    """Return the entry of a wrapper for requests with one shared prefix."""
-
-    def begin(given: Tensors, _: str = "auto", changes: entry_points.Changes = UNCHANGED) -> entry_points.Call:
-        made = wrapper(given["the workspace"], **changes.get("__init__", {}))
-        made.begin_forward(*bounds, *OWN_PAGES, *SIZES, PAGE, **changes.get("begin_forward", {}))
-        return lambda given: made.forward(**without(dict(given), "the workspace"))
-
-    return Entry(SHARED | {"q": SHARED["q"][:rows]}, begin, ())
-
-
-def begin_levels(given: Tensors, _: str = "auto", changes: entry_points.Changes = UNCHANGED) -> entry_points.Call:
-    """Plan one level of a cascade, and return its runs."""
-    made = cute_attn.MultiLevelCascadeAttentionWrapper(1, given["the workspace"], **changes.get("__init__", {}))
-    made.plan(*([x] for x in (ints(*QO_INDPTR), *OWN_PAGES)), *SIZES, PAGE, **changes.get("plan", {}))
-    return lambda given: made.run(**without(dict(given), "the workspace"))
-
-
-PREFIXES = {
-    "shared prefix, decode": shared(cute_attn.BatchDecodeWithSharedPrefixPagedKVCacheWrapper, 2),
-    "shared prefix, prefill": shared(cute_attn.BatchPrefillWithSharedPrefixPagedKVCacheWrapper, ROWS, ints(*QO_INDPTR)),
-    "levels": Entry(HALVES | {"paged_kv_cache": HALF_PAGES}, begin_levels, ()),
-}
 
 # ---- all calls
 

@@ -35,7 +35,7 @@ from perf.pretended_gpu import NullDriver, always, pretended_gpu
 ARCH = "sm_90a"
 FILE = Path(__file__).parent / "data" / "launch_corpus.json"
 ADDRESSES = range(1 << 32, 1 << 47)  # of the host's heap; strides and counts are below, "unbounded" is above
-CODES = {"i32": "<i", "i64": "<q", "f32": "<f", "f64": "<d"}
+CODES = {"i32": "<i", "i64": "<q", "map": "<Q", "f32": "<f", "f64": "<d"}
 
 Script = Callable[["Recorder"], None]
 
@@ -112,38 +112,28 @@ class Recorder(RecordingDriver):
 
 
 def parameters(launched: Launched, names: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the parameters of a launch as text, by their names; addresses by those of the tensors."""
-    places = _Places(names)
-    return {param.name: places.text(param.kind, launched.values[param.name]) for param in launched.artifact.params}
+    """Return the parameters of a launch as text, by their names; addresses by those of the tensors. Memory that has no
+    name is numbered in the order of its first use.
+    """
+    extents = [(name, x.data_ptr(), x.untyped_storage().nbytes()) for name, x in names.items()]
+    own: list[int] = []
 
-
-class _Places:
-    """Writes the parameters of one launch, with memory that has no name numbered in the order of its first use."""
-
-    def __init__(self, names: Mapping[str, torch.Tensor]) -> None:
-        self.extents = [(name, x.data_ptr(), x.untyped_storage().nbytes()) for name, x in names.items()]
-        self.own: list[int] = []
-
-    def text(self, kind: str, raw: bytes) -> str:
-        """Return a parameter as text."""
-        if kind == "map":
-            (address,) = struct.unpack_from("<Q", raw)
-            return f"{self.place(address)}:{hashlib.sha256(raw[8:]).hexdigest()[:8]}"
-        (value,) = struct.unpack(CODES[kind], raw)
-        if kind == "i64" and value in ADDRESSES:
-            return self.place(value)
-        return f"{value:.9g}" if isinstance(value, float) else str(value)
-
-    def place(self, address: int) -> str:
-        """Return an address as a name and an offset in bytes."""
-        if address not in ADDRESSES:
-            return str(address)
-        for name, start, size in self.extents:
+    def place(address: int) -> str:
+        for name, start, size in extents:
             if start <= address < start + max(size, 1):
                 return name if address == start else f"{name}+{address - start}"
-        if address not in self.own:
-            self.own.append(address)
-        return f"own {self.own.index(address)}"
+        if address not in own:
+            own.append(address)
+        return f"own {own.index(address)}"
+
+    def text(kind: str, raw: bytes) -> str:
+        (value,) = struct.unpack(CODES[kind], raw[:8] if kind == "map" else raw)
+        if kind in ("i64", "map"):
+            shown = place(value) if value in ADDRESSES else str(value)
+            return f"{shown}:{hashlib.sha256(raw[8:]).hexdigest()[:8]}" if kind == "map" else shown
+        return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+    return {param.name: text(param.kind, launched.values[param.name]) for param in launched.artifact.params}
 
 
 @contextlib.contextmanager

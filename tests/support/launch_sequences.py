@@ -11,6 +11,7 @@ import torch
 
 import cute_attn
 from tests.support.batch_case import BatchCase, wrapper
+from tests.support.entry_points import ints
 from tests.support.graphs import graph_wrapper
 from tests.support.launch_corpus import Recorder, Script
 from tests.support.paged_cache import ends
@@ -29,10 +30,6 @@ def sequence(name: str) -> Callable[[Script], Script]:
         return script
 
     return register
-
-
-def ints(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 # ---- single requests

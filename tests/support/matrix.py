@@ -104,13 +104,6 @@ SMALL: tuple[BatchCase, ...] = (
 )
 
 
-def _full() -> Iterator[BatchCase]:
-    """Real sizes. Features and storages in all combinations are in draws of `random_case`, which GPUs get as well."""
-    yield from _full_shapes()
-    yield from _full_decode()
-    yield from _full_other_dims()
-
-
 def _full_shapes() -> Iterator[BatchCase]:
     masks = itertools.cycle(("none", "causal", "custom", "packed"))
     dtypes = itertools.cycle(DTYPES)
@@ -181,4 +174,5 @@ def random_case(seed: int, max_len: int = 1500) -> BatchCase:
     return prefill(length(), length(), dims=rng.choice(DIMS), mask=mask, **common)
 
 
-FULL: tuple[BatchCase, ...] = tuple(dict.fromkeys(_full()))
+# Real sizes. Features and storages in all combinations are in draws of `random_case`, which GPUs get as well.
+FULL: tuple[BatchCase, ...] = tuple(dict.fromkeys((*_full_shapes(), *_full_decode(), *_full_other_dims())))

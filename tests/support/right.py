@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from cute_attn.dispatch.reference import ReferenceRun
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem
 from tests.support import batch_case
 from tests.support.batch_case import BatchCase, BatchInputs
 from tests.support.case import poisoned_memory
@@ -130,3 +133,27 @@ def executed(emulation: Emulation, *forms: str) -> int:
     """The number of executed instructions whose opcodes begin so."""
     counts = [count for record in emulation.records for count in record.stats.instructions.items()]
     return sum(count for form, count in counts if form.startswith(forms))
+
+
+# ---- without the wrappers' checks
+
+
+@dataclass(frozen=True)
+class Built:
+    """A batch in the form that backends receive."""
+
+    problem: BatchProblem
+    lengths: BatchLengths
+    limits: BatchLimits
+
+
+def build(case: BatchCase) -> Built:
+    """The problem that a backend gets for `case`."""
+    inputs, seen = batch_case.make(case), list[BatchProblem]()
+    made = batch_case.wrapper(case, backend="reference")
+    made.plan(**batch_case.plan_arguments(case, inputs))
+    plan = made._planned()
+    plan.launch = ReferenceRun(seen.append)
+    batch_case.call(case, inputs, made)
+    (problem,) = seen
+    return Built(problem, plan.lengths.host, plan.limits)
