@@ -213,12 +213,9 @@ def _num_splits(
     """Returns the splits of each query tile, None where none is split, and their size in kv tiles where these begin at
     its multiples; 0: they are equal parts of what a tile sees.
     """
-    size = limits.fixed_split_size
-    if size is None or limits.disable_split_kv:
+    size, chunk = limits.fixed_split_size, fixed_chunk(params, limits)
+    if not chunk:
         return cost_model.num_splits(tiles.visible, params, capacity), 0
-    if size < 1:
-        raise RuntimeArgumentError(f"fixed_split_size must be at least 1 token, got {size}")
-    chunk = min(ceil_div(size, params.cols), 1 << 30)
     num_splits = np.maximum(-(-tiles.end // chunk) - tiles.begin // chunk, 1)
     most_splits = int(num_splits.max(initial=1))
     if most_splits > MAX_SPLITS:
@@ -234,6 +231,16 @@ def _num_splits(
             f"got {limits.workspace_bytes}"
         )
     return num_splits, chunk
+
+
+def fixed_chunk(params: SchedulerParams, limits: BatchLimits) -> int:
+    """Returns the kv tiles of splits of a fixed size; 0: the cost model decides on splits, or there are none."""
+    size = limits.fixed_split_size
+    if size is None or limits.disable_split_kv:
+        return 0
+    if size < 1:
+        raise RuntimeArgumentError(f"fixed_split_size must be at least 1 token, got {size}")
+    return min(ceil_div(size, params.cols), 1 << 30)
 
 
 def _split(tiles: Items, num_splits: np.ndarray, chunk: int) -> Splits:
@@ -366,16 +373,14 @@ def record_capacity(params: SchedulerParams, limits: BatchLimits) -> Capacity:
     if limits.graph is None:
         return Capacity(UNLIMITED, 0 if limits.disable_split_kv else UNLIMITED, partials)
     tiles = max_query_tiles(limits.graph, params)
-    kv_tiles = ceil_div(limits.graph.max_kv_tokens, params.cols)
-    if limits.disable_split_kv:
+    kv_tiles, chunk = ceil_div(limits.graph.max_kv_tokens, params.cols), fixed_chunk(params, limits)
+    least = chunk + 1 if chunk else 2 * params.min_split_tiles  # kv tiles of a query tile that is split
+    if limits.disable_split_kv or kv_tiles < least or partials < 2:
         return Capacity(tiles, 0, 0)
-    if limits.fixed_split_size is not None:
-        chunk = max(1, ceil_div(limits.fixed_split_size, params.cols))
-        if kv_tiles <= chunk or partials < 2:
-            return Capacity(tiles, 0, 0)
+    if chunk:
         items = min(max_fixed_size_splits(limits.graph, params, chunk), tiles + partials)
         return Capacity(items, min(tiles, items // 2, partials // 2), partials)
-    if kv_tiles < 2 * params.min_split_tiles or partials < 2 or _fills_waves(params, limits):
+    if _fills_waves(params, limits):
         return Capacity(tiles, 0, 0)
     wave = ceil_div(params.resident_ctas, params.num_kv_heads)
     merges = min(tiles, partials // 2, max(wave, MERGE_ROWS // (params.num_kv_heads * params.rows)))
