@@ -98,12 +98,12 @@ def explain(
     found = _arch(arch)
     if isinstance(asked, (Features, Problem, DecodeProblem)):
         _refuse_keywords(changed, "Features")
-        features = asked if isinstance(asked, Features) else asked.features
+        features = asked if isinstance(asked, Features) else asked.settings.features
         load = Load(rows) if isinstance(asked, Features) else select.load_of(asked.settings, asked.qo_len)
     else:
         call = described(options) if asked is None else _with_tensors(asked, options, changed)
         problem = single.problem(call)
-        features = problem.features
+        features = problem.settings.features
         load = select.load_of(problem.settings, problem.qo_len)
         if asked is None and arch is None:
             found = archs.for_device(torch.cuda.current_device()) if torch.cuda.is_available() else _arch("sm_90a")
