@@ -1,4 +1,4 @@
-"""Schedules of batches against a model that looks at every row and key; their bounds as properties."""
+"""Schedules of batches against models that look at every key and every item, and their bounds as properties."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cute_attn.schedule.batch import SchedulerParams, WorkList, schedule, typica
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS
 from tests.support.makespan import DECODE, lengths_of
+from tests.support.plain_schedule import plain_schedule
 
 LIMITS = BatchLimits(workspace_bytes=128 << 20)
 
@@ -133,27 +134,6 @@ def check_partials(work: WorkList, params: SchedulerParams, limits: BatchLimits)
     assert work.num_partials * params.num_kv_heads * params.rows * params.partial_row_bytes <= limits.workspace_bytes
 
 
-def check_order(work: WorkList, lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> None:
-    """Checks the order: groups of requests whose keys fit L2, longest requests first; within a group the longest items
-    first, equal ones by request and query tile.
-    """
-    groups, tokens = {}, 0
-    group_tokens = max(params.l2_kv_tokens, -(-int(lengths.kv_len.sum()) // 256))
-    width = int(lengths.kv_len.max(initial=0)) // 256 + 1  # lengths, in kv tiles too, are rounded to a 256th
-    for request in sorted(range(len(lengths.kv_len)), key=lambda i: -(lengths.kv_len[i] // width)):
-        tokens += int(lengths.kv_len[request])
-        groups[request] = max(tokens - 1, 0) // group_tokens if params.l2_kv_tokens else 0
-    few_waves = len(items_of(work)) * params.num_kv_heads < 4 * params.resident_ctas
-    if few_waves or (merges_of(work) and limits.fixed_split_size is None):  # parts come last
-        groups = dict.fromkeys(groups, 0)
-    sizes = [len(tiles_of(item, params)) for item in items_of(work)]
-    keys = [
-        (groups[item.request], -(size // (max(sizes) // 256 + 1)), item.request, item.first_row, item.kv_begin)
-        for item, size in zip(items_of(work), sizes, strict=True)
-    ]
-    assert keys == sorted(keys)
-
-
 @settings(max_examples=400, deadline=None)
 @given(lengths, shapes, limits)
 def test_every_visible_tile_once_within_the_workspace_longest_first(
@@ -167,7 +147,7 @@ def test_every_visible_tile_once_within_the_workspace_longest_first(
     assert not work.merges[:, len(Merge._fields) :].any()
     check_coverage(work, lengths, params)
     check_partials(work, params, limits)
-    check_order(work, lengths, params, limits)
+    assert work.ints.tolist() == plain_schedule(lengths, params, limits)
     if limits.disable_split_kv:
         assert not len(work.merges)
 
@@ -200,7 +180,7 @@ def test_every_batch_within_graph_limits_fits_the_same_launch(
         work = scheduled(lengths, params, limits._replace(graph=graph))
         check_coverage(work, lengths, params)
         check_partials(work, params, limits)
-        check_order(work, lengths, params, limits)
+        assert work.ints.tolist() == plain_schedule(lengths, params, limits._replace(graph=graph))
         assert work.items.shape == (work.item_capacity, ITEM_INTS)
         assert work.merges.shape == (work.merge_capacity, MERGE_INTS)
         assert work.ints.size == work.items.size + work.merges.size

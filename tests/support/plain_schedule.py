@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from cute_attn.problem import BatchLengths, BatchLimits
@@ -119,22 +120,28 @@ def groups_of(lengths: BatchLengths, params: SchedulerParams) -> list[int]:
 
 
 def plain_schedule(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> list[int]:
-    """Records of a batch without `fixed_split_size` and key bounds."""
+    """Records of a batch without key bounds."""
     tiles = tiles_of(lengths, params)
     capacity = record_capacity(params, limits)
     assert capacity.partials <= limits.workspace_bytes // params.partial_bytes
-    cut = best_cut([end - begin for _, _, begin, end in tiles], params, capacity)
+    fixed, cut = None if limits.disable_split_kv else limits.fixed_split_size, None
+    if fixed is None:
+        cut = best_cut([end - begin for _, _, begin, end in tiles], params, capacity)
     items: list[dict[str, Any]] = []
     merges: list[list[int]] = []
     partials = 0
     for i, (request, first_row, begin, end) in enumerate(tiles):
         seen = end - begin
         count = 1 if cut is None or i < cut[0] else max(1, ceil_div(seen, cut[1]))
+        bounds = [begin + k * seen // count for k in range(count + 1)]
+        if fixed is not None:
+            chunk = ceil_div(fixed, params.cols)
+            bounds = [begin, *range((begin // chunk + 1) * chunk, end, chunk), end]
+            count = len(bounds) - 1
         start, qo_len = int(lengths.qo_indptr[request]), int(lengths.qo_len[request])
         if count > 1:
             merges.append([start, qo_len, first_row, partials, count])
-        for k in range(count):
-            first, stop = begin + k * seen // count, begin + (k + 1) * seen // count
+        for first, stop in itertools.pairwise(bounds):
             kv_len, mask = int(lengths.kv_len[request]), 0
             if lengths.mask_offset is not None:
                 mask = int(lengths.mask_offset[request])
@@ -147,7 +154,7 @@ def plain_schedule(lengths: BatchLengths, params: SchedulerParams, limits: Batch
     width = max((item["cost"] for item in items), default=0) // 256 + 1
     groups = [0] * len(lengths.kv_len)
     many = len(items) * params.num_kv_heads >= constants.L2_ORDER_MIN_WAVES * params.resident_ctas
-    if params.l2_kv_tokens and not merges and many and int(lengths.kv_len.sum()) > params.l2_kv_tokens:
+    if params.l2_kv_tokens and (fixed or not merges) and many and int(lengths.kv_len.sum()) > params.l2_kv_tokens:
         groups = groups_of(lengths, params)
     items.sort(key=lambda item: (groups[item["request"]], -(item["cost"] // width)))
     ints = [x for item in items for x in (item["record"] + [0] * ITEM_INTS)[:ITEM_INTS]]
