@@ -8,7 +8,7 @@ UNIT = 16  # of the model's time, per kv tile
 # launch waits for the last item and then works for a while.
 ITEM_COST = 2
 COMBINE_COST = 3
-BINS = 256  # lengths and costs are rounded to this fraction of the largest
+BINS = 256  # lengths are rounded to this fraction of the largest
 BALANCED = 65, 64  # a ratio: no search for a makespan below so many times the work shared equally
 WORTHWHILE = 19, 20  # times the makespan without splits: the estimates are no more accurate than that
 CUT_WORTHWHILE = 199, 200  # the same of a cut last wave

@@ -1,10 +1,11 @@
 """Number of splits of each query tile of a batch: a search over split sizes, of all tiles or of those of the last wave,
 with a model of the makespan.
 
-A device runs a number of items at once and starts the next one, longest first, where one ends. The makespan is bounded
-from below by the longest item, by the work shared equally, and by the fullest CTA: when `count` items cost `cost` or
-more, some CTA runs `ceil(count / concurrent_items)` of them. Longest-first order comes close to the largest of the
-three (how close: `tests/schedule/test_makespan.py`), so that it serves as the estimate.
+A device runs a number of items at once and starts the next one, longest first, where one ends. The makespan of splits
+is estimated as the largest of three: the longest item, the work shared equally, and the long items wave by wave, those
+of more than half the time of the longest; shorter ones fill what waves leave free. Without splits the third is the
+fullest CTA: when `count` items cost `cost` or more, some CTA runs `ceil(count / concurrent_items)` of them. How close
+schedules come to the best: `tests/schedule/test_makespan.py`.
 
 All arithmetic is in integers, and every division is of numbers >= 0 and rounds down: the planner kernel
 (`kernels/plan`) makes the same schedules bit by bit. Times count `UNIT`ths of a kv tile.
@@ -38,9 +39,7 @@ from cute_attn.schedule.split_kv import MAX_SPLITS
 FEW_TILES = 64  # query tiles, of which the search for a split size takes longer than all else of a schedule
 REMEMBERED = 256  # results of that search
 
-_ITEM_BITS = 40  # of a batch: at most MAX_SPLITS for each of 2^30 rows
-_ITEMS = (1 << _ITEM_BITS) - 1
-most = np.maximum.reduce  # half the time of an array's `max`
+add, most = np.add.reduce, np.maximum.reduce  # half the time of an array's `sum` and `max`
 
 
 def num_splits(visible: np.ndarray, params: SchedulerParams, capacity: Capacity) -> np.ndarray | None:
@@ -154,18 +153,17 @@ def _makespans(
     rounded up are those of negative numbers.
     """
     ctas, resident, tiles = params.num_kv_heads, params.resident_ctas, int(np.add.reduce(counts))
-    splits = -np.maximum(sizes, 1) // np.array(chunks)[:, None]  # negative; a tile that sees no keys is one item too
+    sizes = np.maximum(sizes, 1)  # a tile that sees no keys is one item too
+    splits = -sizes // np.array(chunks)[:, None]  # negative
     is_split = splits < -1
     cost = np.where(is_split, ITEM_TIME + params.partial_cost, ITEM_TIME)
     cost -= sizes // splits * UNIT  # and the kv tiles of the longest split, which come out negative too
     splits *= -counts  # items
-    longest = most(cost, 1)
-    fullest, items = _fullest(cost, splits, longest, params)
-    merges = is_split.dot(counts)
+    items, merges = add(splits, 1), is_split.dot(counts)
     partials = items + (merges - tiles)
     traffic = partials * (params.partial_cost * ctas)
     share = (items * (ITEM_TIME * ctas) + traffic + (work - tiles * ITEM_TIME) * ctas) // resident
-    result = np.maximum(np.maximum(share, fullest), longest)
+    result = np.maximum(share, _in_waves(cost, splits, most(cost, 1), params))
     result += traffic // resident + (partials > 0) * COMBINE_TIME
     finest = chunks.index(min(chunks))  # has the most records of every kind
     if items[finest] > capacity.items or partials[finest] > capacity.partials or merges[finest] > capacity.merges:
@@ -174,15 +172,11 @@ def _makespans(
     return result
 
 
-def _fullest(
-    cost: np.ndarray, items: np.ndarray, longest: np.ndarray, params: SchedulerParams
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the time of the fullest CTA of every row, which has `items` of each `cost`, rounded down to a fraction of
-    the `longest`; and all items of the row.
+def _in_waves(cost: np.ndarray, items: np.ndarray, longest: np.ndarray, params: SchedulerParams) -> np.ndarray:
+    """Returns the time of every row, which has `items` of each `cost`, that its long items take wave by wave: those of
+    more than half the time of the longest, of their mean time.
     """
-    step = (longest // BINS + 1)[:, None]
-    keys = items - (cost // step << _ITEM_BITS)
-    keys.sort(1)  # longest items first
-    at_least = (keys & _ITEMS).cumsum(1)  # items of this cost or more, behind the last that is as long
-    waves = at_least * -params.num_kv_heads // params.resident_ctas
-    return most((keys >> _ITEM_BITS) * step * waves, 1), at_least[:, -1]  # a product of two negative numbers
+    of_long = items * (cost * 2 > longest[:, None])
+    number = add(of_long, 1)
+    waves = number * -params.num_kv_heads // params.resident_ctas  # below 0: this rounds up
+    return np.maximum(-waves * (add(of_long * cost, 1) // number), longest)

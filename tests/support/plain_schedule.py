@@ -70,12 +70,13 @@ def best_cut(visible: list[int], params: SchedulerParams, capacity: Capacity) ->
         parts = [(size, max(1, ceil_div(size, chunk)), n) for size, n in sizes]
         costs = [(max(1, ceil_div(size, k)) * UNIT + ITEM_TIME + (k > 1) * partial_cost, k * n) for size, k, n in parts]
         slowest = max(c for c, _ in costs)
-        step = slowest // 256 + 1
         items, partials = sum(k * n for _, k, n in parts), sum(k * n for _, k, n in parts if k > 1)
         work = sum(max(size * UNIT, constants.EMPTY_TILE_TIME) * n for size, n in sizes)
         work += ITEM_TIME * items + partial_cost * partials
-        binned = fullest([(c // step * step, n) for c, n in costs], ctas, resident)
-        time = max(work * ctas // resident, binned, slowest)
+        long = [(c, n) for c, n in costs if 2 * c > slowest]
+        number = sum(n for _, n in long)
+        in_waves = ceil_div(number * ctas, resident) * (sum(c * n for c, n in long) // number)
+        time = max(work * ctas // resident, in_waves, slowest)
         if partials:
             time += constants.COMBINE_TIME + partials * partial_cost * ctas // resident
         if (

@@ -19,7 +19,7 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     quotient_up,
     store_shared_wide,
 )
-from cute_attn.schedule.constants import BINS, CANDIDATES
+from cute_attn.schedule.constants import BINS, CANDIDATES, SORT_BINS
 
 MOST_WARPS = 32
 
@@ -76,13 +76,12 @@ class Smem:
     chunks = estimates + 8 * CANDIDATES
     warp_sums = -(-(chunks + 4 * CANDIDATES) // 16) * 16  # 64 bits per warp
     histograms = warp_sums + 8 * MOST_WARPS
-    sizes = histograms  # of the cost model: sizes and counts of bins, then a histogram per candidate
+    sizes = histograms  # of the cost model: sizes and counts of bins
     bin_counts = sizes + 4 * BINS
-    candidates = bin_counts + 4 * BINS
 
     @staticmethod
     def bytes(warps: int) -> int:
-        return Smem.histograms + 4 * BINS * max(warps, CANDIDATES + 2)
+        return Smem.histograms + 4 * SORT_BINS * max(warps, 2)
 
 
 @dataclass(frozen=True)

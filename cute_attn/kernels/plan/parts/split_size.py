@@ -118,7 +118,7 @@ class SplitSize:
         """Writes the candidates, and sizes and counts of the bins of query tiles."""
         cta = self.cta
         word = cta.thread
-        while word < BINS * (CANDIDATES + 2):
+        while word < BINS * 2:
             ptx.st_shared_b32(cta.base + Int32(Smem.histograms) + word * 4, 0, Int32(0))
             word = word + Int32(cta.threads)
         if cta.thread < CANDIDATES:
@@ -183,7 +183,6 @@ class SplitSize:
         """Writes the makespan with candidate `index`. For one warp."""
         p, lane = self.cta.p, self.cta.lane
         chunk = ptx.ld_shared_b32(self.cta.base + Int32(Smem.chunks) + index * 4)
-        histogram = self.cta.base + Int32(Smem.candidates) + index * Int32(4 * BINS)
         items, partials, merges, tiles = Int32(0), Int32(0), Int32(0), Int64(0)
         longest = Int32(0)
         for step in cutlass.range(STEPS, unroll=1):
@@ -196,15 +195,16 @@ class SplitSize:
             tiles = tiles + Int64(ptx.maximum(size * UNIT, Int32(EMPTY_TILE_TIME))) * Int64(count)
         longest, items, partials = warp_max(longest), warp_sum(items), warp_sum(partials)
         merges, tiles = warp_sum(merges), warp_sum(tiles)
-        width = ptx.divide(longest, Int32(BINS)) + Int32(1)
+        number, time = Int32(0), Int64(0)  # of the items of more than half the time of the longest
         for step in cutlass.range(STEPS, unroll=1):
             size, count = self.bin(step * 32 + lane)
             splits, cost = self.item(size, chunk)
-            add_shared(histogram + ptx.divide(cost, width) * 4, splits * count)
-        ptx.sync_warp()
-        fullest = self.fullest(histogram, width)
+            long = ptx.select(cost + cost > longest, splits * count, Int32(0))
+            number, time = number + long, time + Int64(long) * Int64(cost)
+        number, time = warp_sum(number), warp_sum(time)
+        in_waves = self.waves(number) * wide_quotient(time, Int64(number))
         work = tiles + Int64(items) * Int64(ITEM_TIME) + Int64(partials) * Int64(p.partial_cost)
-        result = ptx.maximum(ptx.maximum(self.share_of(work), fullest), Int64(longest))
+        result = ptx.maximum(ptx.maximum(self.share_of(work), in_waves), Int64(longest))
         merging = Int64(COMBINE_TIME) + self.share_of(Int64(partials) * Int64(p.partial_cost))
         result = result + ptx.select(partials > 0, merging, Int64(0))
         over = cutlass.or_(partials > p.partial_capacity, items > p.item_capacity)
@@ -217,19 +217,6 @@ class SplitSize:
         splits = ptx.maximum(quotient_up(size, chunk), Int32(1))
         cost = ptx.maximum(quotient_up(size, splits), Int32(1)) * Int32(UNIT) + Int32(ITEM_TIME)
         return splits, cost + ptx.select(splits > 1, self.cta.p.partial_cost, Int32(0))
-
-    @cute.jit
-    def fullest(self, histogram: Int32, width: Int32) -> Int64:
-        """Returns the time of the fullest CTA, of items whose times are in bins of `width`."""
-        lane = self.cta.lane
-        found, carry = Int64(0), Int32(0)
-        for step in cutlass.range(STEPS, unroll=1):
-            index = Int32(BINS - 1) - (step * 32 + lane)  # longest first
-            count = ptx.ld_shared_b32(histogram + index * 4)
-            at_least = carry + inclusive_sum(count, lane, Int32(NO_LIMIT))
-            found = ptx.maximum(found, self.waves(at_least) * Int64(index) * Int64(width))
-            carry = ptx.shuffle_from(at_least, Int32(31))
-        return warp_max(found)
 
     def best(self, last: Cut) -> tuple[Int32, Int32]:
         """Returns the first query tile that is split, and the kv tiles of the longest split: those of the first of the
