@@ -20,7 +20,6 @@ SHARE_FACTORS = (10, 13, 16, 21, 32, 35, 43, 48, 64, 70, 80, 96)
 SHARE_DENOMINATOR = 64
 CANDIDATES = len(LONGEST_DIVISORS) + len(SHARE_FACTORS)
 ITEM_TIME, COMBINE_TIME = UNIT * ITEM_COST, UNIT * COMBINE_COST
-EMPTY_TILE_TIME = UNIT // 2  # a query tile that sees no keys is still one item
 IMPOSSIBLE = 1 << 55  # makespan of a candidate that exceeds the capacity
 
 SORT_BINS = 256  # of costs, where items are ordered, and the most groups of requests that share L2

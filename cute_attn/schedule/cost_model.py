@@ -23,7 +23,6 @@ from cute_attn.schedule.constants import (
     BINS,
     COMBINE_TIME,
     CUT_WORTHWHILE,
-    EMPTY_TILE_TIME,
     IMPOSSIBLE,
     ITEM_TIME,
     LONGEST_DIVISORS,
@@ -72,15 +71,14 @@ def _best_cut(visible: np.ndarray, params: SchedulerParams, capacity: Capacity) 
     if longest * params.resident_ctas * of <= (more - of) * total * params.num_kv_heads:
         return None
     sizes, counts = _histogram(visible, longest)
-    costs = np.maximum(sizes * UNIT, EMPTY_TILE_TIME) + ITEM_TIME
-    work = int(costs.dot(counts))
-    share = work * params.num_kv_heads // params.resident_ctas
+    costs = sizes * UNIT + ITEM_TIME
+    share = int(costs.dot(counts)) * params.num_kv_heads // params.resident_ctas
     waves = counts[::-1].cumsum() * -params.num_kv_heads // params.resident_ctas  # below 0: this rounds up
     unsplit = max(share, -int((waves * costs[::-1]).min()))  # of the fullest CTA
     if unsplit * of <= share * more:
         return None
     chunks = candidates(longest, total, params)
-    estimates = _makespans(sizes, counts, work, chunks, params, capacity)
+    estimates = _makespans(sizes, counts, chunks, params, capacity)
     best = int(estimates.argmin())
     even, last = Cut(int(estimates[best]), 0, chunks[best]), last_wave(len(visible), longest, params, capacity)
     found = even if even.time * WORTHWHILE[1] <= unsplit * WORTHWHILE[0] else None
@@ -131,40 +129,39 @@ def candidates(longest: int, total: int, params: SchedulerParams) -> list[int]:
 
 
 def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns at most BINS sizes, ascending, and how many query tiles have this size or are a little shorter."""
+    """Returns at most BINS sizes, ascending, and how many query tiles have this size or are a little shorter. Without
+    visible keys a tile is one item too, and counts as one kv tile.
+    """
     width = longest // BINS + 1
     bins = visible if width == 1 else visible // width
     counts = np.bincount(bins)
     used = counts.nonzero()[0]
     if width == 1:
-        return used, counts.take(used)
+        return np.maximum(used, 1), counts.take(used)
     sizes = np.zeros(len(counts), visible.dtype)
     np.maximum.at(sizes, bins, visible)
-    return sizes.take(used).astype(np.int64), counts.take(used)
+    return np.maximum(sizes.take(used), 1, dtype=np.int64), counts.take(used)
 
 
 def _makespans(
-    sizes: np.ndarray, counts: np.ndarray, work: int, chunks: list[int], params: SchedulerParams, capacity: Capacity
+    sizes: np.ndarray, counts: np.ndarray, chunks: list[int], params: SchedulerParams, capacity: Capacity
 ) -> np.ndarray:
     """Returns, for each split size in `chunks`, the makespan when every query tile gets the fewest splits of at most
-    this size; `IMPOSSIBLE` where the records exceed the capacity. `work`: time of all tiles, unsplit, for one kv head.
+    this size; `IMPOSSIBLE` where the records exceed the capacity.
 
     Of arrays of a few numbers each operation takes the same time: they are as few as possible. Quotients that are to be
     rounded up are those of negative numbers.
     """
-    ctas, resident, tiles = params.num_kv_heads, params.resident_ctas, int(np.add.reduce(counts))
-    sizes = np.maximum(sizes, 1)  # a tile that sees no keys is one item too
+    ctas, resident = params.num_kv_heads, params.resident_ctas
     splits = -sizes // np.array(chunks)[:, None]  # negative
     is_split = splits < -1
     cost = np.where(is_split, ITEM_TIME + params.partial_cost, ITEM_TIME)
     cost -= sizes // splits * UNIT  # and the kv tiles of the longest split, which come out negative too
     splits *= -counts  # items
     items, merges = add(splits, 1), is_split.dot(counts)
-    partials = items + (merges - tiles)
-    traffic = partials * (params.partial_cost * ctas)
-    share = (items * (ITEM_TIME * ctas) + traffic + (work - tiles * ITEM_TIME) * ctas) // resident
-    result = np.maximum(share, _in_waves(cost, splits, most(cost, 1), params))
-    result += traffic // resident + (partials > 0) * COMBINE_TIME
+    partials = items + (merges - add(counts))
+    result = np.maximum(add(splits * cost, 1) * ctas // resident, _in_waves(cost, splits, most(cost, 1), params))
+    result += partials * (params.partial_cost * ctas) // resident + (partials > 0) * COMBINE_TIME
     finest = chunks.index(min(chunks))  # has the most records of every kind
     if items[finest] > capacity.items or partials[finest] > capacity.partials or merges[finest] > capacity.merges:
         over = (partials > capacity.partials) | (items > capacity.items) | (merges > capacity.merges)

@@ -57,8 +57,8 @@ def best_cut(visible: list[int], params: SchedulerParams, capacity: Capacity) ->
     for size in visible:
         largest, n = groups.get(size // (longest // 256 + 1), (0, 0))
         groups[size // (longest // 256 + 1)] = max(largest, size), n + 1
-    sizes = sorted(groups.values())
-    unsplit = [(max(size * UNIT, constants.EMPTY_TILE_TIME) + ITEM_TIME, n) for size, n in sizes]
+    sizes = [(max(1, size), n) for size, n in sorted(groups.values())]
+    unsplit = [(size * UNIT + ITEM_TIME, n) for size, n in sizes]
     share = sum(c * n for c, n in unsplit) * ctas // resident
     makespan = max(share, fullest(unsplit, ctas, resident))
     if makespan * 64 <= share * 65:
@@ -67,16 +67,14 @@ def best_cut(visible: list[int], params: SchedulerParams, capacity: Capacity) ->
     wanted = [ceil_div(longest, d) for d in constants.LONGEST_DIVISORS]
     wanted += [ceil_div(total * ctas * f, resident * constants.SHARE_DENOMINATOR) for f in constants.SHARE_FACTORS]
     for chunk in (min(max(size, least, ceil_div(longest, MAX_SPLITS)), longest) for size in wanted):
-        parts = [(size, max(1, ceil_div(size, chunk)), n) for size, n in sizes]
-        costs = [(max(1, ceil_div(size, k)) * UNIT + ITEM_TIME + (k > 1) * partial_cost, k * n) for size, k, n in parts]
+        parts = [(size, ceil_div(size, chunk), n) for size, n in sizes]
+        costs = [(ceil_div(size, k) * UNIT + ITEM_TIME + (k > 1) * partial_cost, k * n) for size, k, n in parts]
         slowest = max(c for c, _ in costs)
         items, partials = sum(k * n for _, k, n in parts), sum(k * n for _, k, n in parts if k > 1)
-        work = sum(max(size * UNIT, constants.EMPTY_TILE_TIME) * n for size, n in sizes)
-        work += ITEM_TIME * items + partial_cost * partials
         long = [(c, n) for c, n in costs if 2 * c > slowest]
         number = sum(n for _, n in long)
         in_waves = ceil_div(number * ctas, resident) * (sum(c * n for c, n in long) // number)
-        time = max(work * ctas // resident, in_waves, slowest)
+        time = max(sum(c * n for c, n in costs) * ctas // resident, in_waves, slowest)
         if partials:
             time += constants.COMBINE_TIME + partials * partial_cost * ctas // resident
         if (

@@ -27,7 +27,6 @@ from cute_attn.schedule.constants import (
     CANDIDATES,
     COMBINE_TIME,
     CUT_WORTHWHILE,
-    EMPTY_TILE_TIME,
     IMPOSSIBLE,
     ITEM_TIME,
     LONGEST_DIVISORS,
@@ -148,9 +147,10 @@ class SplitSize:
         return ptx.minimum(ptx.maximum(size, smallest), self.longest)
 
     def bin(self, index: Int32) -> tuple[Int32, Int32]:
-        """Returns size and count of a bin."""
+        """Returns size and count of a bin. A query tile that sees no keys counts as one kv tile."""
         place = self.cta.base + index * 4
-        return ptx.ld_shared_b32(place + Int32(Smem.sizes)), ptx.ld_shared_b32(place + Int32(Smem.bin_counts))
+        size = ptx.maximum(ptx.ld_shared_b32(place + Int32(Smem.sizes)), Int32(1))
+        return size, ptx.ld_shared_b32(place + Int32(Smem.bin_counts))
 
     def share_of(self, work: Int64) -> Int64:
         p = self.cta.p
@@ -167,7 +167,7 @@ class SplitSize:
         work, fullest, carry = Int64(0), Int64(0), Int32(0)
         for step in cutlass.range(STEPS, unroll=1):
             size, count = self.bin(Int32(BINS - 1) - (step * 32 + lane))  # longest first
-            cost = Int64(ptx.maximum(size * UNIT, Int32(EMPTY_TILE_TIME)) + Int32(ITEM_TIME))
+            cost = Int64(size * Int32(UNIT) + Int32(ITEM_TIME))
             at_least = carry + inclusive_sum(count, lane, Int32(NO_LIMIT))
             fullest = ptx.maximum(fullest, self.waves(at_least) * cost)
             work = work + cost * Int64(count)
@@ -183,8 +183,8 @@ class SplitSize:
         """Writes the makespan with candidate `index`. For one warp."""
         p, lane = self.cta.p, self.cta.lane
         chunk = ptx.ld_shared_b32(self.cta.base + Int32(Smem.chunks) + index * 4)
-        items, partials, merges, tiles = Int32(0), Int32(0), Int32(0), Int64(0)
-        longest = Int32(0)
+        items, partials, merges = Int32(0), Int32(0), Int32(0)
+        longest, work = Int32(0), Int64(0)
         for step in cutlass.range(STEPS, unroll=1):
             size, count = self.bin(step * 32 + lane)
             splits, cost = self.item(size, chunk)
@@ -192,9 +192,9 @@ class SplitSize:
             items = items + splits * count
             partials = partials + ptx.select(splits > 1, splits * count, Int32(0))
             merges = merges + ptx.select(splits > 1, count, Int32(0))
-            tiles = tiles + Int64(ptx.maximum(size * UNIT, Int32(EMPTY_TILE_TIME))) * Int64(count)
+            work = work + Int64(splits * count) * Int64(cost)
         longest, items, partials = warp_max(longest), warp_sum(items), warp_sum(partials)
-        merges, tiles = warp_sum(merges), warp_sum(tiles)
+        merges, work = warp_sum(merges), warp_sum(work)
         number, time = Int32(0), Int64(0)  # of the items of more than half the time of the longest
         for step in cutlass.range(STEPS, unroll=1):
             size, count = self.bin(step * 32 + lane)
@@ -203,7 +203,6 @@ class SplitSize:
             number, time = number + long, time + Int64(long) * Int64(cost)
         number, time = warp_sum(number), warp_sum(time)
         in_waves = self.waves(number) * wide_quotient(time, Int64(number))
-        work = tiles + Int64(items) * Int64(ITEM_TIME) + Int64(partials) * Int64(p.partial_cost)
         result = ptx.maximum(ptx.maximum(self.share_of(work), in_waves), Int64(longest))
         merging = Int64(COMBINE_TIME) + self.share_of(Int64(partials) * Int64(p.partial_cost))
         result = result + ptx.select(partials > 0, merging, Int64(0))
@@ -214,8 +213,8 @@ class SplitSize:
 
     def item(self, size: Int32, chunk: Int32) -> tuple[Int32, Int32]:
         """Returns the splits of a query tile that sees `size` kv tiles, and the time of the longest."""
-        splits = ptx.maximum(quotient_up(size, chunk), Int32(1))
-        cost = ptx.maximum(quotient_up(size, splits), Int32(1)) * Int32(UNIT) + Int32(ITEM_TIME)
+        splits = quotient_up(size, chunk)
+        cost = quotient_up(size, splits) * Int32(UNIT) + Int32(ITEM_TIME)
         return splits, cost + ptx.select(splits > 1, self.cta.p.partial_cost, Int32(0))
 
     def best(self, last: Cut) -> tuple[Int32, Int32]:
