@@ -93,15 +93,6 @@ class Items(NamedTuple):
         return kv_tile + np.maximum(self.gap[1] - first, 0) * (kv_tile >= first)
 
 
-class Splits(NamedTuple):
-    """Work items in the order of query tiles, and the query tiles that need a merge."""
-
-    items: Items
-    tiles: Items
-    merged: np.ndarray = _NONE  # indices of the query tiles with several splits
-    num_splits: np.ndarray = _NONE  # of these
-
-
 def allocate_ints(size: int) -> np.ndarray:
     """Allocates pageable host memory for the records of a schedule."""
     return np.empty(size, np.int32)
@@ -119,16 +110,18 @@ def schedule(
     capacity = record_capacity(params, limits)
     tiles = query_tiles(lengths, params)
     num_splits, chunk = _num_splits(tiles, params, limits, capacity)
-    splits = Splits(tiles, tiles) if num_splits is None else _split(tiles, num_splits, chunk)
-    needed = Capacity(len(splits.items.end), len(splits.merged), int(np.add.reduce(splits.num_splits)))
+    items = _split(tiles, num_splits, chunk) if len(num_splits) else tiles
+    several = (num_splits > 1).nonzero()[0]  # the query tiles that need a merge
+    num_splits = num_splits.take(several)
+    needed = Capacity(len(items.end), len(several), int(np.add.reduce(num_splits)))
     work = _work_list(needed, capacity, limits, allocate, _key_bounds(lengths, params, limits))
     requests = _request_records(lengths)
-    records = _item_records(requests, params, splits.items)
+    records = _item_records(requests, params, items)
     late = 0 if chunk else needed.merges
-    records.take(_item_order(lengths, params, splits.items, late), 0, out=work.items[: needed.items], mode="clip")
+    records.take(_item_order(lengths, params, items, late), 0, out=work.items[: needed.items], mode="clip")
     # ^ "clip" spares numpy a copy of `out`
     if needed.merges:
-        _write_merges(work.merges[: needed.merges], requests, splits)
+        _write_merges(work.merges[: needed.merges], requests, tiles.take(several), num_splits)
     return work
 
 
@@ -209,9 +202,9 @@ def _visible_kv_tiles(
 
 def _num_splits(
     tiles: Items, params: SchedulerParams, limits: BatchLimits, capacity: Capacity
-) -> tuple[np.ndarray | None, int]:
-    """Returns the splits of each query tile, None where none is split, and their size in kv tiles where these begin at
-    its multiples; 0: they are equal parts of what a tile sees.
+) -> tuple[np.ndarray, int]:
+    """Returns the splits of each query tile, nothing where none is split; and their size in kv tiles where these begin
+    at its multiples, 0 where they are equal parts of what a tile sees.
     """
     size, chunk = limits.fixed_split_size, fixed_chunk(params, limits)
     if not chunk:
@@ -243,10 +236,11 @@ def fixed_chunk(params: SchedulerParams, limits: BatchLimits) -> int:
     return min(ceil_div(size, params.cols), 1 << 30)
 
 
-def _split(tiles: Items, num_splits: np.ndarray, chunk: int) -> Splits:
-    """Splits query tiles: at multiples of `chunk` kv tiles from token 0, or for 0 into equal parts."""
-    several = num_splits > 1
-    first, is_part = num_splits.cumsum() - num_splits, several.repeat(num_splits)
+def _split(tiles: Items, num_splits: np.ndarray, chunk: int) -> Items:
+    """Returns the work items of query tiles, split at multiples of `chunk` kv tiles from token 0, or for 0 into equal
+    parts.
+    """
+    first, is_part = num_splits.cumsum() - num_splits, (num_splits > 1).repeat(num_splits)
     index = np.arange(len(is_part)) - first.repeat(num_splits)  # of a split among those of its tile
     partial = np.where(is_part, is_part.cumsum() - 1, NO_PARTIAL)
     items = tiles.take(np.arange(len(num_splits)).repeat(num_splits))
@@ -258,8 +252,7 @@ def _split(tiles: Items, num_splits: np.ndarray, chunk: int) -> Splits:
         of = num_splits.repeat(num_splits)
         begin, end = index * items.visible // of, (index + 1) * items.visible // of
         begin, end, visible = items.seen(begin), items.seen(end - 1) + 1, end - begin
-    items = items._replace(begin=begin, end=end, visible=visible, partial=partial)
-    return Splits(items, tiles, several.nonzero()[0], num_splits[several])
+    return items._replace(begin=begin, end=end, visible=visible, partial=partial)
 
 
 def _item_order(lengths: BatchLengths, params: SchedulerParams, items: Items, late: int) -> np.ndarray:
@@ -285,11 +278,11 @@ def _item_records(requests: np.ndarray, params: SchedulerParams, items: Items) -
     return records
 
 
-def _write_merges(records: np.ndarray, requests: np.ndarray, splits: Splits) -> None:
-    records[:, :2] = requests[:, :2].take(splits.tiles.request.take(splits.merged), 0)  # qo_start, qo_len
-    records[:, 2] = splits.tiles.first_row.take(splits.merged)
-    records[:, 3] = splits.num_splits.cumsum() - splits.num_splits  # first_partial
-    records[:, 4] = splits.num_splits
+def _write_merges(records: np.ndarray, requests: np.ndarray, tiles: Items, num_splits: np.ndarray) -> None:
+    records[:, :2] = requests[:, :2].take(tiles.request, 0)  # qo_start, qo_len
+    records[:, 2] = tiles.first_row
+    records[:, 3] = num_splits.cumsum() - num_splits  # first_partial
+    records[:, 4] = num_splits
     records[:, len(Merge._fields) :] = 0
 
 

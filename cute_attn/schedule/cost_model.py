@@ -41,14 +41,14 @@ REMEMBERED = 256  # results of that search
 add, most = np.add.reduce, np.maximum.reduce  # half the time of an array's `sum` and `max`
 
 
-def num_splits(visible: np.ndarray, params: SchedulerParams, capacity: Capacity) -> np.ndarray | None:
-    """Returns the number of splits of each query tile, given the kv tiles that it sees; None where no split pays."""
+def num_splits(visible: np.ndarray, params: SchedulerParams, capacity: Capacity) -> np.ndarray:
+    """Returns the number of splits of each query tile, given the kv tiles that it sees; nothing where no split pays."""
     if len(visible) <= FEW_TILES:
         cut = best_cut(visible.astype(np.int64).tobytes(), params, capacity)
     else:
         cut = _best_cut(visible, params, capacity)
     if cut is None:
-        return None
+        return visible[:0]
     splits = np.maximum(-(-visible // cut.size), 1)  # a tile that sees no keys is one item too
     splits[: cut.first] = 1
     return splits
