@@ -20,7 +20,7 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     warp_sum,
     wide_quotient,
 )
-from cute_attn.kernels.plan.parts.cta import Cta, Smem
+from cute_attn.kernels.plan.parts.cta import THREADS, WARPS, Cta, Smem
 from cute_attn.schedule.constants import (
     BALANCED,
     BINS,
@@ -101,12 +101,12 @@ class SplitSize:
         first, chunk = Int32(0), Int32(0)
         if cutlass.and_(cutlass.and_(fits, long), few_waves):
             self.fill_bins(num_tiles)
-            if self.cta.warp == self.cta.warps - 1:
+            if self.cta.warp == WARPS - 1:
                 self.unsplit()
             index = self.cta.warp
             while index < CANDIDATES:
                 self.estimate(index)
-                index = index + Int32(self.cta.warps)
+                index = index + Int32(WARPS)
             ptx.sync_threads()
             first, chunk = self.best(last_wave(p, self.cta.lane, num_tiles, self.longest))
             ptx.sync_threads()  # before others write where histograms are
@@ -119,7 +119,7 @@ class SplitSize:
         word = cta.thread
         while word < BINS * 2:
             ptx.st_shared_b32(cta.base + Int32(Smem.histograms) + word * 4, 0, Int32(0))
-            word = word + Int32(cta.threads)
+            word = word + Int32(THREADS)
         if cta.thread < CANDIDATES:
             ptx.st_shared_b32(cta.base + Int32(Smem.chunks) + cta.thread * 4, 0, self.candidate(cta.thread))
         ptx.sync_threads()
@@ -130,7 +130,7 @@ class SplitSize:
             place = cta.base + ptx.divide(end - begin, width) * 4
             raise_shared(place + Int32(Smem.sizes), end - begin)
             add_shared(place + Int32(Smem.bin_counts), Int32(1))
-            tile = tile + Int32(cta.threads)
+            tile = tile + Int32(THREADS)
         ptx.sync_threads()
 
     def candidate(self, index: Int32) -> Int32:
