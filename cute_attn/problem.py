@@ -56,6 +56,10 @@ class Features(NamedTuple):
     key_ranges: bool = False  # causal, and besides a range of keys per token, which a run brings
 
     @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.head_dim_qk, self.head_dim_vo
+
+    @property
     def chunk_invariant(self) -> bool:
         """Whether the bits of a query token must depend on its own request alone, and not on how that was cut into
         chunks: what rounds them (the backend, the columns of its tile) must then not follow from lengths.

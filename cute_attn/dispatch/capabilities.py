@@ -119,8 +119,8 @@ class Backend:
         if where is None or arch.name not in where.archs:
             return Pass(f"head dimension {dim} in {8 * features.kv_dtype.itemsize} bits")
         if rows is not None and rows not in where.rows:
-            few, least, most = rows < where.rows.start, where.rows.start, where.rows.stop - 1
-            limit = f"fewer than {least}" if few else f"more than {most}"
+            least, most = where.rows.start, where.rows.stop - 1
+            limit = f"fewer than {least}" if rows < least else f"more than {most}"
             return Pass(f"{rows} query rows per kv head are {limit}")
         if where.whole and not load.whole:
             return Pass(f"head dimension {dim}, but for few segments and short windows")
@@ -199,16 +199,12 @@ def _no_xqa_head_dim(features: Features) -> bool:
     return features.head_dim_qk != features.head_dim_vo or not is_head_dim(features.head_dim_qk, kv_bits)
 
 
-def _head_dims(features: Features) -> tuple[int, int]:
-    return features.head_dim_qk, features.head_dim_vo
-
-
 def _multiples(features: Features, n: int) -> bool:
-    return all(dim % n == 0 for dim in _head_dims(features))
+    return all(dim % n == 0 for dim in features.head_dims)
 
 
 def _has_tiles(features: Features) -> bool:
-    return tile_dims(_head_dims(features)) is not None
+    return tile_dims(features.head_dims) is not None
 
 
 CAPABILITIES = (
@@ -227,7 +223,7 @@ CAPABILITIES = (
     ),
     Capability(
         "q of an fp8 dtype with head dimension 512",
-        lambda f: f.q_dtype in FP8 and _head_dims(f) == WIDE_HEAD_DIMS,
+        lambda f: f.q_dtype in FP8 and f.head_dims == WIDE_HEAD_DIMS,
         _no("its warps exchange P in 16 bits there", _WIDEN, "fa2"),
     ),
     Capability("k and v of an fp8 dtype", lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF),
@@ -244,7 +240,7 @@ CAPABILITIES = (
     ),
     Capability(
         "NVFP4 k and v with head dimension 512",
-        lambda f: f.kv_block_scales and _head_dims(f) == WIDE_HEAD_DIMS,
+        lambda f: f.kv_block_scales and f.head_dims == WIDE_HEAD_DIMS,
         _no("its tiles hold the block scales of 256 dimensions", "k and v of float8_e4m3fn", "fa2"),
     ),
     Capability(
@@ -285,7 +281,7 @@ CAPABILITIES = (
     ),
     Capability(
         "head dimension 512",
-        lambda f: _head_dims(f) == WIDE_HEAD_DIMS,
+        lambda f: f.head_dims == WIDE_HEAD_DIMS,
         _no("its output fills tensor memory, where scores lie too", _FA2, "fa4")
         | _no("its output exceeds the registers of an MMA warpgroup", _FA2, "fa3"),
     ),

@@ -78,7 +78,7 @@ class PersistentFamily(TiledFamily[T]):
             return "dense"
         if features.kv_block_scales:  # with boxes of TMA as well as copies of scales the producer spills registers
             return "gathered"
-        return self.page_source(head_dims(features), settings.page_size, operands(features))
+        return self.page_source(features.head_dims, settings.page_size, operands(features))
 
     def tile(self, settings: Settings, arch: str, launch: Launch = "") -> T:
         """Return the tile of these settings on an architecture, for a launch."""
@@ -86,7 +86,7 @@ class PersistentFamily(TiledFamily[T]):
         masked = features.custom_mask or features.multi_item
         modified, window = masked or bool(scores(features)), window_left >= 0
         problem = TileProblem(
-            head_dims(features),
+            features.head_dims,
             self.kv_source(settings),
             operands(features),
             plain=not (modified or window),
@@ -158,7 +158,7 @@ def _tiling(settings: Settings, tile: T, heads: int, kv_len: int, sms: int, laun
         causal=settings.causal,
         window_left=settings.window_left,
         resident_ctas=groups,
-        min_split_tiles=min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo),
+        min_split_tiles=min_split_tiles(tile.rows, tile.cols, *features.head_dims),
         partial_row_bytes=4 * (features.head_dim_vo + 1),
         l2_section_heads=section,
         l2_kv_tokens=section_tokens(features, launch) // kv_heads,
@@ -200,10 +200,6 @@ def operands(features: Features) -> Operands:
     if rotates(features):
         return "rope"
     return "fp8" if features.q_dtype in FP8 else "fp8_kv" if features.kv_dtype != features.q_dtype else ""
-
-
-def head_dims(features: Features) -> tuple[int, int]:
-    return features.head_dim_qk, features.head_dim_vo
 
 
 def section_heads(features: Features, heads: int, kv_len: int, launch: Launch = "") -> int:
