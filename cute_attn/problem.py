@@ -56,6 +56,10 @@ class Features(NamedTuple):
     key_ranges: bool = False  # causal, and besides a range of keys per token, which a run brings
 
     @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.head_dim_qk, self.head_dim_vo
+
+    @property
     def chunk_invariant(self) -> bool:
         """Whether the bits of a query token must depend on its own request alone, and not on how that was cut into
         chunks: what rounds them (the backend, the columns of its tile) must then not follow from lengths.
@@ -107,10 +111,6 @@ class Problem(NamedTuple):
     # ^ features.kv_block_scales: e4m3, k's and v's shapes with one number per 16 elements of the last axis
     key_bounds: torch.Tensor | None = None  # int32 [qo_len, 2]: rows of `BatchLengths.key_bounds`
 
-    @property
-    def features(self) -> Features:
-        return self.settings.features
-
 
 class BatchProblem(NamedTuple):
     """One run of a planned batch. Last axes have unit stride; all other strides are free.
@@ -135,10 +135,6 @@ class BatchProblem(NamedTuple):
     head_scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     block_scales: tuple[torch.Tensor, torch.Tensor] | None = None
     workspace: torch.Tensor | None = None  # uint8, on the device; its size is BatchLimits.workspace_bytes
-
-    @property
-    def features(self) -> Features:
-        return self.settings.features
 
 
 class BatchLengths:
@@ -287,10 +283,6 @@ class BatchLimits(NamedTuple):
     max_qo_len: int | None = None  # most query tokens of a request, where known (decode)
     keeps_address: bool = False  # later plans write their records to the same address, as CUDA graphs need it
 
-    def unlimited(self) -> BatchLimits:
-        """The same with a workspace of any size."""
-        return self._replace(workspace_bytes=UNLIMITED)
-
 
 @dataclass
 class BatchPlan:
@@ -363,10 +355,6 @@ class DecodeProblem(NamedTuple):
     v_scale_tensor: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     block_scales: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def features(self) -> Features:
-        return self.settings.features
 
 
 Request = Problem | DecodeProblem  # runs without a plan

@@ -100,7 +100,7 @@ def of_request(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -
 
     check_sizes(options)
     problem = single.problem(explain.described(options))
-    features = problem.features._replace(device=torch.device("cpu" if arch is None else "cuda"))
+    features = problem.settings.features._replace(device=torch.device("cpu" if arch is None else "cuda"))
     problem = problem._replace(settings=problem.settings._replace(features=features))
     load = select.load_of(problem.settings, problem.qo_len)
     title = f"qo_len {problem.qo_len}, kv_len {problem.kv_len}"

@@ -176,7 +176,7 @@ def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> t
     from cute_attn.dispatch.capabilities import ROWS_CLASSES, Load
     from cute_attn.dispatch.families import FAMILIES
     from cute_attn.errors import NotSupported
-    from cute_attn.kernels.plan.spec import default_specs as plan_specs
+    from cute_attn.kernels.plan.spec import PlanSpec
     from cute_attn.kernels.xqa.spec import LengthsSpec
 
     found: list[KernelSpec] = []
@@ -197,7 +197,7 @@ def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> t
     if found and "paged" in sources:
         found += _appends(shape.dtype, kv_dtype)
     if found and {"paged", "ragged"} & {*sources}:
-        found += [*plan_specs(), LengthsSpec()]  # of lengths on the GPU
+        found += [PlanSpec(), LengthsSpec()]  # of lengths on the GPU
     return found, reasons
 
 

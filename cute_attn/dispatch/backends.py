@@ -12,13 +12,7 @@ from cute_attn.kernels.host import gpu
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Runner
 from cute_attn.kernels.host.prepared import prepared
-from cute_attn.problem import (
-    BatchLengths,
-    BatchLimits,
-    DeviceLengths,
-    Request,
-    Settings,
-)
+from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, DeviceLengths, Request, Settings
 from cute_attn.runtime.staging import Staging
 
 OTHERS: dict[str, Any] = {"reference": reference, "emulator": emulator}  # what plays the part of a family on a device
@@ -33,7 +27,7 @@ def run(problem: Request, backend: str = "auto") -> Fire | None:
     the number of keys where the host knows it; None where the backend looks at every request.
     """
     if not isinstance(backend, str):
-        choose(problem.features, backend)
+        choose(problem.settings.features, backend)
     load = load_class(problem.settings, problem.qo_len)
     return prepared(_runner, problem.settings, backend, load)(problem)
 
@@ -64,4 +58,5 @@ def workspace(name: str, settings: Settings, lengths: BatchLengths, limits: Batc
         family, on = emulator.emulated_batch(settings, lengths, limits)
     else:
         family, on = FAMILIES[name], _gpu_of(settings)
-    return family.schedule(settings, lengths, limits.unlimited(), on.arch, on.sms).workspace()
+    limits = limits._replace(workspace_bytes=UNLIMITED)
+    return family.schedule(settings, lengths, limits, on.arch, on.sms).workspace()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from cute_attn.kernels.fa2.tiles import WIDE_HEAD_DIMS, tile_dims
+from cute_attn.kernels.rules import MOST, above, up_to
 from cute_attn.kernels.xqa.spec import is_head_dim
 from cute_attn.problem import Features
 from cute_attn.request.settings import FP8, HALF
@@ -42,84 +43,53 @@ class Pass(NamedTuple):
 TAKEN = Pass()
 
 
-def _at_least(rows: int, load: Load) -> Pass:
-    """Pass over a backend that is slower below so many rows."""
-    few = load.rows is not None and load.rows < rows
-    return Pass(f"{load.rows} query rows per kv head are fewer than {rows}") if few else TAKEN
-
-
-def _of_fa4(features: Features, load: Load, arch: Arch) -> Pass:
-    if features.chunk_invariant:
-        return Pass(
-            "its results depend on how a prompt is cut into chunks: fixed splits ask that they do not",
-            "masked tiles use fewer polynomials for exp2 than others",
-        )
-    return _at_least(MANY_ROWS, load)  # as fa3
-
-
-# Measured on an H100 at 4096 tokens (docs/kernels/fa3.md, fp8.md): 1.2 to 2.6 times as fast as fa2. Tiles of 33 to 64
-# rows take as long: over e4m3 1.1 to 1.9 times as fast, docs/kernels/xqa.md.
-MANY_ROWS, MANY_ROWS_OVER_FEWER_BITS = 65, 33
-
-
-def _of_fa3(features: Features, load: Load, arch: Arch) -> Pass:
-    return _at_least(MANY_ROWS_OVER_FEWER_BITS if features.kv_dtype.itemsize == 1 else MANY_ROWS, load)
-
-
 class Faster(NamedTuple):
-    """Where XQA is faster than fa2: up to so many rows, which share one read of the keys, but for 16 at head dimension
-    512; over 8 and 4 bits also those of two reads, three at 256.
-    """
+    """Where a backend is faster than those that "auto" considers after it."""
 
-    rows: int
-    note: str  # what was measured (`perf.run decode-choice`)
+    rows: range  # packed query rows of a request
+    note: str = ""  # what was measured (of XQA: `perf.run decode-choice`)
     archs: Collection[str] = ARCHS
     whole: bool = False  # only where `Load.whole`
 
 
-# By bits of k and v, and head dimension. Over 8 bits 1.3 to 2 times as fast (docs/kernels/xqa.md), over bf16 at 256 and
+# By bits of k and v; of XQA by head dimension too. Tiles of 65 rows were measured on an H100 at 4096 tokens
+# (docs/kernels/fa3.md, fp8.md): 1.2 to 2.6 times as fast as fa2. Those of 33 to 64 rows take as long: over e4m3 1.1 to
+# 1.9 times as fast, docs/kernels/xqa.md. XQA's rows share one read of the keys, but for 16 at head dimension 512; over
+# 8 and 4 bits also those of two reads, three at 256: 1.3 to 2 times as fast (docs/kernels/xqa.md), over bf16 at 256 and
 # 512 0.26 to 1.05.
+_MANY = Faster(above(64))
 _E4M3 = "over e4m3 1.1 to 2.2 times as fast as fa2, but 0.85 for one request of one kv head (H100, H200)"
 _BF16 = "0.97 to 1.2 times as fast as fa2 (H100, H200)"
 _BF16_128 = "1.03 times as fast as fa2 in the mean of 48 batches, 0.91 (2 requests, one kv head) to 1.23 (H100)"
 _BF16_256 = "up to 8 segments 1.2 to 1.4 times as fast as fa2, windows of up to 512 keys 1.07 to 2.1 (H200)"
-XQA_FASTER = {
-    **{(8, dim): Faster(16, _E4M3) for dim in (32, 80, 112, 512)},
-    **{(8, dim): Faster(32, _E4M3) for dim in (64, 96, 128)},
-    (8, 256): Faster(24, _E4M3),
-    **{(16, dim): Faster(16, _BF16) for dim in (32, 64, 96, 112)},
-    (16, 128): Faster(16, _BF16_128, ("sm_90a",)),
-    (16, 256): Faster(16, _BF16_256, ("sm_90a",), whole=True),
+FASTER: dict[str, dict[int, dict[int | None, Faster]]] = {
+    "fa4": {8: {None: _MANY}, 16: {None: _MANY}},
+    "fa3": {8: {None: Faster(above(32))}, 16: {None: _MANY}},
+    "xqa": {
+        8: {
+            **dict.fromkeys((32, 80, 112, 512), Faster(up_to(16), _E4M3)),
+            **dict.fromkeys((64, 96, 128), Faster(up_to(32), _E4M3)),
+            256: Faster(up_to(24), _E4M3),
+        },
+        16: {
+            **dict.fromkeys((32, 64, 96, 112), Faster(up_to(16), _BF16)),
+            128: Faster(up_to(16), _BF16_128, ("sm_90a",)),
+            256: Faster(up_to(16), _BF16_256, ("sm_90a",), whole=True),
+        },
+    },
 }
-
-
-def _faster(features: Features) -> Faster | None:
-    return XQA_FASTER.get((8 * features.kv_dtype.itemsize, features.head_dim_qk))
-
-
-def _of_xqa(features: Features, load: Load, arch: Arch) -> Pass:
-    dim, faster = features.head_dim_qk, _faster(features)
-    if faster is None or arch.name not in faster.archs:
-        return Pass(f"head dimension {dim} in {8 * features.kv_dtype.itemsize} bits")
-    if load.rows is not None and load.rows > faster.rows:
-        return Pass(f"{load.rows} query rows per kv head are more than {faster.rows}")
-    if faster.whole and not load.whole:
-        return Pass(f"head dimension {dim}, but for few segments and short windows")
-    return Pass("", faster.note)
-
-
-def counts_whole_segments(features: Features) -> bool:
-    """Tell whether selection depends on `Load.whole` over such a cache."""
-    faster = _faster(features)
-    return faster is not None and faster.whole
-
-
 # Packed query rows from which on selection may differ over k and v of so many bits per element. Finer ones would make
 # plans anew instead of following.
 ROWS_CLASSES = {
-    bits: sorted({0, MANY_ROWS, *fa3, *(faster.rows + 1 for (over, _), faster in XQA_FASTER.items() if over == bits)})
-    for bits, fa3 in ((8, (MANY_ROWS_OVER_FEWER_BITS,)), (16, ()))
+    bits: sorted({n for of in FASTER.values() for x in of[bits].values() for n in (x.rows.start, x.rows.stop)} - {MOST})
+    for bits in (8, 16)
 }
+
+
+def faster(backend: str, features: Features) -> Faster | None:
+    """Return where a backend is faster over such a cache; None: nowhere."""
+    of_bits = FASTER[backend][8 * features.kv_dtype.itemsize]
+    return of_bits.get(None) or of_bits.get(features.head_dim_qk)
 
 
 @dataclass(frozen=True)
@@ -130,7 +100,7 @@ class Backend:
     runs_on: str
     auto_on: tuple[str, ...]  # device types on which "auto" considers it
     archs: Collection[str] | None  # the architectures that it is built for; None: any device
-    passed_over: Callable[[Features, Load, Arch], Pass] | None = None  # on GPUs; None: it never is
+    chunk_invariant: bool = True  # whether results can be independent of how a prompt is cut into chunks
 
     def runs(self, arch: Arch | None) -> bool:
         """Return whether it has kernels for an architecture (None: the CPU)."""
@@ -138,9 +108,23 @@ class Backend:
 
     def preference(self, features: Features, load: Load, arch: Arch | None) -> Pass:
         """Return whether "auto" prefers others to this backend on `arch` although it supports `features`."""
-        if self.passed_over is None or arch is None or features.q_dtype in FP8 or features.device_lengths:
+        if self.name not in FASTER or arch is None or features.q_dtype in FP8 or features.device_lengths:
             return TAKEN  # only one backend of a GPU supports fp8 q, and only one lengths on the device
-        return self.passed_over(features, load, arch)
+        if features.chunk_invariant and not self.chunk_invariant:
+            return Pass(
+                "its results depend on how a prompt is cut into chunks: fixed splits ask that they do not",
+                "masked tiles use fewer polynomials for exp2 than others",
+            )
+        where, rows, dim = faster(self.name, features), load.rows, features.head_dim_qk
+        if where is None or arch.name not in where.archs:
+            return Pass(f"head dimension {dim} in {8 * features.kv_dtype.itemsize} bits")
+        if rows is not None and rows not in where.rows:
+            least, most = where.rows.start, where.rows.stop - 1
+            limit = f"fewer than {least}" if rows < least else f"more than {most}"
+            return Pass(f"{rows} query rows per kv head are {limit}")
+        if where.whole and not load.whole:
+            return Pass(f"head dimension {dim}, but for few segments and short windows")
+        return Pass("", where.note)
 
 
 BACKENDS = (  # in the order in which "auto" considers them
@@ -149,10 +133,10 @@ BACKENDS = (  # in the order in which "auto" considers them
         "NVIDIA data-centre Blackwell (compute capability 10.0, 10.3; emulated, not yet run on hardware)",
         ("cuda",),
         ("sm_100a", "sm_103a"),
-        _of_fa4,
+        chunk_invariant=False,
     ),
-    Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), ("sm_90a",), _of_fa3),
-    Backend("xqa", "NVIDIA GPUs from compute capability 8.0, decode", ("cuda",), ARCHS, _of_xqa),
+    Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), ("sm_90a",)),
+    Backend("xqa", "NVIDIA GPUs from compute capability 8.0, decode", ("cuda",), ARCHS),
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), ARCHS),
     Backend("reference", "any device, in torch", ("cpu",), None),
 )
@@ -215,16 +199,12 @@ def _no_xqa_head_dim(features: Features) -> bool:
     return features.head_dim_qk != features.head_dim_vo or not is_head_dim(features.head_dim_qk, kv_bits)
 
 
-def _head_dims(features: Features) -> tuple[int, int]:
-    return features.head_dim_qk, features.head_dim_vo
-
-
 def _multiples(features: Features, n: int) -> bool:
-    return all(dim % n == 0 for dim in _head_dims(features))
+    return all(dim % n == 0 for dim in features.head_dims)
 
 
 def _has_tiles(features: Features) -> bool:
-    return tile_dims(_head_dims(features)) is not None
+    return tile_dims(features.head_dims) is not None
 
 
 CAPABILITIES = (
@@ -243,7 +223,7 @@ CAPABILITIES = (
     ),
     Capability(
         "q of an fp8 dtype with head dimension 512",
-        lambda f: f.q_dtype in FP8 and _head_dims(f) == WIDE_HEAD_DIMS,
+        lambda f: f.q_dtype in FP8 and f.head_dims == WIDE_HEAD_DIMS,
         _no("its warps exchange P in 16 bits there", _WIDEN, "fa2"),
     ),
     Capability("k and v of an fp8 dtype", lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF),
@@ -260,7 +240,7 @@ CAPABILITIES = (
     ),
     Capability(
         "NVFP4 k and v with head dimension 512",
-        lambda f: f.kv_block_scales and _head_dims(f) == WIDE_HEAD_DIMS,
+        lambda f: f.kv_block_scales and f.head_dims == WIDE_HEAD_DIMS,
         _no("its tiles hold the block scales of 256 dimensions", "k and v of float8_e4m3fn", "fa2"),
     ),
     Capability(
@@ -301,7 +281,7 @@ CAPABILITIES = (
     ),
     Capability(
         "head dimension 512",
-        lambda f: _head_dims(f) == WIDE_HEAD_DIMS,
+        lambda f: f.head_dims == WIDE_HEAD_DIMS,
         _no("its output fills tensor memory, where scores lie too", _FA2, "fa4")
         | _no("its output exceeds the registers of an MMA warpgroup", _FA2, "fa3"),
     ),

@@ -158,7 +158,7 @@ def _placed(problem: Placed) -> Placed:
     """Returns the problem with aligned rows, as requests on a GPU have them: q is copied if necessary, and k, v or out
     that are not aligned raise an ArgumentError.
     """
-    of_kv = NARROW_ALIGNMENT if problem.features.half_aligned_kv else ALIGNMENT
+    of_kv = NARROW_ALIGNMENT if problem.settings.features.half_aligned_kv else ALIGNMENT
     for name, alignment in (("k", of_kv), ("v", of_kv), ("out", ALIGNMENT)):
         if not aligned(getattr(problem, name), alignment):
             raise ArgumentError(f"{name} must have rows that start at multiples of {alignment} bytes")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.dispatch import select
-from cute_attn.dispatch.capabilities import BACKENDS, EMULATOR, TAKEN, Backend, Load, Pass
+from cute_attn.dispatch.capabilities import BACKENDS, EMULATOR, Backend, Load, Pass
 from cute_attn.errors import ArgumentError, Refusal
 from cute_attn.problem import DecodeProblem, Features, Problem, Request
 from cute_attn.request import checks, nvfp4, single
@@ -98,12 +98,12 @@ def explain(
     found = _arch(arch)
     if isinstance(asked, (Features, Problem, DecodeProblem)):
         _refuse_keywords(changed, "Features")
-        features = asked if isinstance(asked, Features) else asked.features
+        features = asked if isinstance(asked, Features) else asked.settings.features
         load = Load(rows) if isinstance(asked, Features) else select.load_of(asked.settings, asked.qo_len)
     else:
         call = described(options) if asked is None else _with_tensors(asked, options, changed)
         problem = single.problem(call)
-        features = problem.features
+        features = problem.settings.features
         load = select.load_of(problem.settings, problem.qo_len)
         if asked is None and arch is None:
             found = archs.for_device(torch.cuda.current_device()) if torch.cuda.is_available() else _arch("sm_90a")
@@ -204,11 +204,10 @@ def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]
     """Return what selection says of every backend. `arch` None: that of the features' device."""
     arch = select.arch_for(features.device, arch)
     candidates = select.candidates(features, "auto", load, arch)
-    rules = {b.name: b.preference(features, load, arch) for b in candidates}
     able = [b for b in candidates if not select.reasons_against(b, features, arch)]
     found = []
     for backend in BACKENDS if arch else (*BACKENDS, EMULATOR):
-        rule = rules.get(backend.name, TAKEN)
+        rule = backend.preference(features, load, arch)
         note = f" ({rule.note})" if rule.note else ""
         if refusals := select.reasons_against(backend, features, arch):
             found.append(Verdict(backend.name, REFUSED, "", tuple(refusals)))

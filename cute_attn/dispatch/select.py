@@ -25,7 +25,7 @@ from cute_attn.dispatch.capabilities import (
     UNKNOWN_LOAD,
     Backend,
     Load,
-    counts_whole_segments,
+    faster,
 )
 from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
@@ -86,7 +86,8 @@ def load_of(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
     if features.chunk_invariant:
         return UNKNOWN_LOAD
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    if not features.decode or not counts_whole_segments(features):
+    where = faster("xqa", features)
+    if not features.decode or where is None or not where.whole:
         return Load(rows)
     rule = rule_of(settings, HOPPER, batch_size, qo_len)  # by what is known without the keys
     return Load(rows, rule.value[0].work in (*WHOLE, "cluster"))

@@ -20,7 +20,6 @@ from cute_attn.kernels.fa4.tiles import ARCHS as FA4_ARCHS
 from cute_attn.kernels.mla.spec import HopperMlaSpec, MlaSpec
 from cute_attn.kernels.mla.tiles import default_specs as mla_specs
 from cute_attn.kernels.plan.spec import PlanSpec
-from cute_attn.kernels.plan.spec import default_specs as plan_specs
 from cute_attn.kernels.xqa.default_specs import default_specs as xqa_specs
 from cute_attn.kernels.xqa.spec import LengthsSpec, XqaSpec
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
@@ -49,7 +48,7 @@ def from_dict(data: dict[str, Any]) -> KernelSpec:
 def default_specs(arch_name: str) -> list[KernelSpec]:
     """Lists the specs that most programs need, and one of everything else, for one architecture."""
     arch = named(arch_name)
-    specs = [*fa2_specs(arch), *combine_specs(), *append_specs(), *plan_specs(), LengthsSpec(), *xqa_specs(arch)]
+    specs = [*fa2_specs(arch), *combine_specs(), *append_specs(), PlanSpec(), LengthsSpec(), *xqa_specs(arch)]
     specs += mla_specs(arch)
     if arch_name == FA3_ARCH:
         specs += [*fa3_specs(), *(CombineSpec("float8_e4m3fn", 128, schedule) for schedule in ("grid", "items"))]

@@ -196,7 +196,7 @@ def run(problem: Problem, dtype: torch.dtype = torch.float64) -> None:
     After RoPE q and k are rounded to q's dtype if that has 16 bits, as a kernel with 16-bit matrix instructions must.
     fp32 on CUDA follows torch's TF32 switches: compare kernels with fp64.
     """
-    features = problem.features
+    features = problem.settings.features
     q, k, v = problem.q, problem.k, problem.v
     if problem.block_scales is not None:
         k, v = (nvfp4_values(x, scales) for x, scales in zip((k, v), problem.block_scales, strict=True))
@@ -232,7 +232,7 @@ def run(problem: Problem, dtype: torch.dtype = torch.float64) -> None:
 def _mask(problem: Problem) -> Mask:
     """Return the mask of a single request."""
     settings, packed = problem.settings, problem.packed_mask
-    if problem.features.key_ranges:
+    if problem.settings.features.key_ranges:
         window_left, range_window = settings.range_windows
         return Mask(True, window_left, ranges=packed, range_window=range_window)
     keep = None if packed is None else unpack_mask(packed, problem.qo_len, problem.kv_len)
@@ -255,7 +255,7 @@ def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:
         rows = slice(int(lengths.qo_indptr[i]), int(lengths.qo_indptr[i + 1]))
         select = _tokens(problem, int(lengths.kv_start[i]), kv_len)
         first = 0 if lengths.mask_offset is None else int(lengths.mask_offset[i])
-        part = rows if problem.features.key_ranges else slice(first, None)
+        part = rows if problem.settings.features.key_ranges else slice(first, None)
         packed_mask = None if problem.packed_mask is None else problem.packed_mask[part]
         request = _request(problem, rows, kv_len, select, packed_mask, problem.head_scales)
         if lengths.key_bounds is not None:
@@ -339,7 +339,7 @@ def _page_tokens(settings: Settings, pages: torch.Tensor, kv_len: int) -> Select
 
 def _head_scales(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the factors of the scores and of the output, each `[num_qo_heads]`."""
-    num_qo_heads, num_kv_heads = problem.features.num_qo_heads, problem.features.num_kv_heads
+    num_qo_heads, num_kv_heads = problem.settings.features.num_qo_heads, problem.settings.features.num_kv_heads
     ones = torch.ones(num_qo_heads, dtype=dtype, device=problem.q.device)
     scale, v_scale = ones * problem.settings.sm_scale, ones * problem.settings.v_scale
     for factor in problem.scale_tensors:

@@ -93,15 +93,6 @@ class Items(NamedTuple):
         return kv_tile + np.maximum(self.gap[1] - first, 0) * (kv_tile >= first)
 
 
-class Splits(NamedTuple):
-    """Work items in the order of query tiles, and the query tiles that need a merge."""
-
-    items: Items
-    tiles: Items
-    merged: np.ndarray = _NONE  # indices of the query tiles with several splits
-    num_splits: np.ndarray = _NONE  # of these
-
-
 def allocate_ints(size: int) -> np.ndarray:
     """Allocates pageable host memory for the records of a schedule."""
     return np.empty(size, np.int32)
@@ -119,16 +110,18 @@ def schedule(
     capacity = record_capacity(params, limits)
     tiles = query_tiles(lengths, params)
     num_splits, chunk = _num_splits(tiles, params, limits, capacity)
-    splits = Splits(tiles, tiles) if num_splits is None else _split(tiles, num_splits, chunk)
-    needed = Capacity(len(splits.items.end), len(splits.merged), int(np.add.reduce(splits.num_splits)))
+    items = _split(tiles, num_splits, chunk) if len(num_splits) else tiles
+    several = (num_splits > 1).nonzero()[0]  # the query tiles that need a merge
+    num_splits = num_splits.take(several)
+    needed = Capacity(len(items.end), len(several), int(np.add.reduce(num_splits)))
     work = _work_list(needed, capacity, limits, allocate, _key_bounds(lengths, params, limits))
     requests = _request_records(lengths)
-    records = _item_records(requests, params, splits.items)
+    records = _item_records(requests, params, items)
     late = 0 if chunk else needed.merges
-    records.take(_item_order(lengths, params, splits.items, late), 0, out=work.items[: needed.items], mode="clip")
+    records.take(_item_order(lengths, params, items, late), 0, out=work.items[: needed.items], mode="clip")
     # ^ "clip" spares numpy a copy of `out`
     if needed.merges:
-        _write_merges(work.merges[: needed.merges], requests, splits)
+        _write_merges(work.merges[: needed.merges], requests, tiles.take(several), num_splits)
     return work
 
 
@@ -209,16 +202,13 @@ def _visible_kv_tiles(
 
 def _num_splits(
     tiles: Items, params: SchedulerParams, limits: BatchLimits, capacity: Capacity
-) -> tuple[np.ndarray | None, int]:
-    """Returns the splits of each query tile, None where none is split, and their size in kv tiles where these begin at
-    its multiples; 0: they are equal parts of what a tile sees.
+) -> tuple[np.ndarray, int]:
+    """Returns the splits of each query tile, nothing where none is split; and their size in kv tiles where these begin
+    at its multiples, 0 where they are equal parts of what a tile sees.
     """
-    size = limits.fixed_split_size
-    if size is None or limits.disable_split_kv:
+    size, chunk = limits.fixed_split_size, fixed_chunk(params, limits)
+    if not chunk:
         return cost_model.num_splits(tiles.visible, params, capacity), 0
-    if size < 1:
-        raise RuntimeArgumentError(f"fixed_split_size must be at least 1 token, got {size}")
-    chunk = min(ceil_div(size, params.cols), 1 << 30)
     num_splits = np.maximum(-(-tiles.end // chunk) - tiles.begin // chunk, 1)
     most_splits = int(num_splits.max(initial=1))
     if most_splits > MAX_SPLITS:
@@ -236,10 +226,21 @@ def _num_splits(
     return num_splits, chunk
 
 
-def _split(tiles: Items, num_splits: np.ndarray, chunk: int) -> Splits:
-    """Splits query tiles: at multiples of `chunk` kv tiles from token 0, or for 0 into equal parts."""
-    several = num_splits > 1
-    first, is_part = num_splits.cumsum() - num_splits, several.repeat(num_splits)
+def fixed_chunk(params: SchedulerParams, limits: BatchLimits) -> int:
+    """Returns the kv tiles of splits of a fixed size; 0: the cost model decides on splits, or there are none."""
+    size = limits.fixed_split_size
+    if size is None or limits.disable_split_kv:
+        return 0
+    if size < 1:
+        raise RuntimeArgumentError(f"fixed_split_size must be at least 1 token, got {size}")
+    return min(ceil_div(size, params.cols), 1 << 30)
+
+
+def _split(tiles: Items, num_splits: np.ndarray, chunk: int) -> Items:
+    """Returns the work items of query tiles, split at multiples of `chunk` kv tiles from token 0, or for 0 into equal
+    parts.
+    """
+    first, is_part = num_splits.cumsum() - num_splits, (num_splits > 1).repeat(num_splits)
     index = np.arange(len(is_part)) - first.repeat(num_splits)  # of a split among those of its tile
     partial = np.where(is_part, is_part.cumsum() - 1, NO_PARTIAL)
     items = tiles.take(np.arange(len(num_splits)).repeat(num_splits))
@@ -251,8 +252,7 @@ def _split(tiles: Items, num_splits: np.ndarray, chunk: int) -> Splits:
         of = num_splits.repeat(num_splits)
         begin, end = index * items.visible // of, (index + 1) * items.visible // of
         begin, end, visible = items.seen(begin), items.seen(end - 1) + 1, end - begin
-    items = items._replace(begin=begin, end=end, visible=visible, partial=partial)
-    return Splits(items, tiles, several.nonzero()[0], num_splits[several])
+    return items._replace(begin=begin, end=end, visible=visible, partial=partial)
 
 
 def _item_order(lengths: BatchLengths, params: SchedulerParams, items: Items, late: int) -> np.ndarray:
@@ -278,11 +278,11 @@ def _item_records(requests: np.ndarray, params: SchedulerParams, items: Items) -
     return records
 
 
-def _write_merges(records: np.ndarray, requests: np.ndarray, splits: Splits) -> None:
-    records[:, :2] = requests[:, :2].take(splits.tiles.request.take(splits.merged), 0)  # qo_start, qo_len
-    records[:, 2] = splits.tiles.first_row.take(splits.merged)
-    records[:, 3] = splits.num_splits.cumsum() - splits.num_splits  # first_partial
-    records[:, 4] = splits.num_splits
+def _write_merges(records: np.ndarray, requests: np.ndarray, tiles: Items, num_splits: np.ndarray) -> None:
+    records[:, :2] = requests[:, :2].take(tiles.request, 0)  # qo_start, qo_len
+    records[:, 2] = tiles.first_row
+    records[:, 3] = num_splits.cumsum() - num_splits  # first_partial
+    records[:, 4] = num_splits
     records[:, len(Merge._fields) :] = 0
 
 
@@ -366,16 +366,14 @@ def record_capacity(params: SchedulerParams, limits: BatchLimits) -> Capacity:
     if limits.graph is None:
         return Capacity(UNLIMITED, 0 if limits.disable_split_kv else UNLIMITED, partials)
     tiles = max_query_tiles(limits.graph, params)
-    kv_tiles = ceil_div(limits.graph.max_kv_tokens, params.cols)
-    if limits.disable_split_kv:
+    kv_tiles, chunk = ceil_div(limits.graph.max_kv_tokens, params.cols), fixed_chunk(params, limits)
+    least = chunk + 1 if chunk else 2 * params.min_split_tiles  # kv tiles of a query tile that is split
+    if limits.disable_split_kv or kv_tiles < least or partials < 2:
         return Capacity(tiles, 0, 0)
-    if limits.fixed_split_size is not None:
-        chunk = max(1, ceil_div(limits.fixed_split_size, params.cols))
-        if kv_tiles <= chunk or partials < 2:
-            return Capacity(tiles, 0, 0)
+    if chunk:
         items = min(max_fixed_size_splits(limits.graph, params, chunk), tiles + partials)
         return Capacity(items, min(tiles, items // 2, partials // 2), partials)
-    if kv_tiles < 2 * params.min_split_tiles or partials < 2 or _fills_waves(params, limits):
+    if _fills_waves(params, limits):
         return Capacity(tiles, 0, 0)
     wave = ceil_div(params.resident_ctas, params.num_kv_heads)
     merges = min(tiles, partials // 2, max(wave, MERGE_ROWS // (params.num_kv_heads * params.rows)))

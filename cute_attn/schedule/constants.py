@@ -8,7 +8,7 @@ UNIT = 16  # of the model's time, per kv tile
 # launch waits for the last item and then works for a while.
 ITEM_COST = 2
 COMBINE_COST = 3
-BINS = 256  # lengths and costs are rounded to this fraction of the largest
+BINS = 256  # lengths are rounded to this fraction of the largest
 BALANCED = 65, 64  # a ratio: no search for a makespan below so many times the work shared equally
 WORTHWHILE = 19, 20  # times the makespan without splits: the estimates are no more accurate than that
 CUT_WORTHWHILE = 199, 200  # the same of a cut last wave
@@ -20,7 +20,6 @@ SHARE_FACTORS = (10, 13, 16, 21, 32, 35, 43, 48, 64, 70, 80, 96)
 SHARE_DENOMINATOR = 64
 CANDIDATES = len(LONGEST_DIVISORS) + len(SHARE_FACTORS)
 ITEM_TIME, COMBINE_TIME = UNIT * ITEM_COST, UNIT * COMBINE_COST
-EMPTY_TILE_TIME = UNIT // 2  # a query tile that sees no keys is still one item
 IMPOSSIBLE = 1 << 55  # makespan of a candidate that exceeds the capacity
 
 SORT_BINS = 256  # of costs, where items are ordered, and the most groups of requests that share L2

@@ -1,10 +1,11 @@
 """Number of splits of each query tile of a batch: a search over split sizes, of all tiles or of those of the last wave,
 with a model of the makespan.
 
-A device runs a number of items at once and starts the next one, longest first, where one ends. The makespan is bounded
-from below by the longest item, by the work shared equally, and by the fullest CTA: when `count` items cost `cost` or
-more, some CTA runs `ceil(count / concurrent_items)` of them. Longest-first order comes close to the largest of the
-three (how close: `tests/schedule/test_makespan.py`), so that it serves as the estimate.
+A device runs a number of items at once and starts the next one, longest first, where one ends. The makespan of splits
+is estimated as the largest of three: the longest item, the work shared equally, and the long items wave by wave, those
+of more than half the time of the longest; shorter ones fill what waves leave free. Without splits the third is the
+fullest CTA: when `count` items cost `cost` or more, some CTA runs `ceil(count / concurrent_items)` of them. How close
+schedules come to the best: `tests/schedule/test_makespan.py`.
 
 All arithmetic is in integers, and every division is of numbers >= 0 and rounds down: the planner kernel
 (`kernels/plan`) makes the same schedules bit by bit. Times count `UNIT`ths of a kv tile.
@@ -13,17 +14,15 @@ All arithmetic is in integers, and every division is of numbers >= 0 and rounds 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 
-from cute_attn.problem import largest, smallest
+from cute_attn.problem import largest
 from cute_attn.schedule.constants import (
     BALANCED,
     BINS,
     COMBINE_TIME,
     CUT_WORTHWHILE,
-    EMPTY_TILE_TIME,
     IMPOSSIBLE,
     ITEM_TIME,
     LONGEST_DIVISORS,
@@ -39,32 +38,17 @@ from cute_attn.schedule.split_kv import MAX_SPLITS
 FEW_TILES = 64  # query tiles, of which the search for a split size takes longer than all else of a schedule
 REMEMBERED = 256  # results of that search
 
-_SIZES = np.arange(BINS)
-_COSTS = np.maximum(_SIZES * UNIT, EMPTY_TILE_TIME) + ITEM_TIME  # of items of these sizes, unsplit
-_ITEM_BITS = 40  # of a batch: at most MAX_SPLITS for each of 2^30 rows
-# As an operand an array of no dimension takes numpy half the time of a Python int.
-_MINUS_ONE, _ONE, _UNIT, _BINS = map(np.array, (-1, 1, UNIT, BINS))
-_SHIFT, _MASK = map(np.array, (_ITEM_BITS, (1 << _ITEM_BITS) - 1))
-most = np.maximum.reduce  # half the time of an array's `max`
+add, most = np.add.reduce, np.maximum.reduce  # half the time of an array's `sum` and `max`
 
 
-class Tiles(NamedTuple):
-    """The query tiles of a batch, grouped by the kv tiles that they see."""
-
-    sizes: np.ndarray  # ascending, at most BINS; a tile that sees no keys is one item too and counts as 1
-    counts: np.ndarray  # query tiles of each size, or a little shorter
-    number: int  # of query tiles
-    work: int  # time of all, unsplit, for one kv head
-
-
-def num_splits(visible: np.ndarray, params: SchedulerParams, capacity: Capacity) -> np.ndarray | None:
-    """Returns the number of splits of each query tile, given the kv tiles that it sees; None where no split pays."""
+def num_splits(visible: np.ndarray, params: SchedulerParams, capacity: Capacity) -> np.ndarray:
+    """Returns the number of splits of each query tile, given the kv tiles that it sees; nothing where no split pays."""
     if len(visible) <= FEW_TILES:
         cut = best_cut(visible.astype(np.int64).tobytes(), params, capacity)
     else:
         cut = _best_cut(visible, params, capacity)
     if cut is None:
-        return None
+        return visible[:0]
     splits = np.maximum(-(-visible // cut.size), 1)  # a tile that sees no keys is one item too
     splits[: cut.first] = 1
     return splits
@@ -86,18 +70,15 @@ def _best_cut(visible: np.ndarray, params: SchedulerParams, capacity: Capacity) 
         return None
     if longest * params.resident_ctas * of <= (more - of) * total * params.num_kv_heads:
         return None
-    sizes, costs, counts = _histogram(visible, longest)
-    work = int(costs.dot(counts))
-    share = work * params.num_kv_heads // params.resident_ctas
-    unsplit = max(share, _fullest_unsplit(costs, counts, len(visible), params))
+    sizes, counts = _histogram(visible, longest)
+    costs = sizes * UNIT + ITEM_TIME
+    share = int(costs.dot(counts)) * params.num_kv_heads // params.resident_ctas
+    waves = counts[::-1].cumsum() * -params.num_kv_heads // params.resident_ctas  # below 0: this rounds up
+    unsplit = max(share, -int((waves * costs[::-1]).min()))  # of the fullest CTA
     if unsplit * of <= share * more:
         return None
-    used = counts.nonzero()[0]
-    sizes = sizes.take(used)
-    sizes[0] = sizes[0] or 1  # others are above 0
-    tiles = Tiles(sizes, counts.take(used), len(visible), work)
     chunks = candidates(longest, total, params)
-    estimates = _makespans(tiles, chunks, params, capacity)
+    estimates = _makespans(sizes, counts, chunks, params, capacity)
     best = int(estimates.argmin())
     even, last = Cut(int(estimates[best]), 0, chunks[best]), last_wave(len(visible), longest, params, capacity)
     found = even if even.time * WORTHWHILE[1] <= unsplit * WORTHWHILE[0] else None
@@ -147,50 +128,40 @@ def candidates(longest: int, total: int, params: SchedulerParams) -> list[int]:
     return list(dict.fromkeys(least if size < least else longest if size > longest else size for size in sizes))
 
 
-def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns at most BINS sizes, ascending, what an item of each costs, and how many query tiles have this size or are
-    a little shorter. Sizes that no tile has are any smaller number.
+def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns at most BINS sizes, ascending, and how many query tiles have this size or are a little shorter. Without
+    visible keys a tile is one item too, and counts as one kv tile.
     """
     width = longest // BINS + 1
+    bins = visible if width == 1 else visible // width
+    counts = np.bincount(bins)
+    used = counts.nonzero()[0]
     if width == 1:
-        return _SIZES[: longest + 1], _COSTS[: longest + 1], np.bincount(visible)
-    bin_index, sizes = visible // np.int32(width), np.zeros(BINS, np.int64)
-    np.maximum.at(sizes, bin_index, visible)
-    return sizes, np.maximum(sizes * UNIT, EMPTY_TILE_TIME) + ITEM_TIME, np.bincount(bin_index, minlength=BINS)
+        return np.maximum(used, 1), counts.take(used)
+    sizes = np.zeros(len(counts), visible.dtype)
+    np.maximum.at(sizes, bins, visible)
+    return np.maximum(sizes.take(used), 1, dtype=np.int64), counts.take(used)
 
 
-def _fullest_unsplit(costs: np.ndarray, counts: np.ndarray, items: int, params: SchedulerParams) -> int:
-    """Returns the time of the fullest CTA of a launch without splits. `costs` ascend where `counts` are not 0."""
-    if items * params.num_kv_heads <= params.resident_ctas:
-        return largest(costs)
-    waves = counts[::-1].cumsum() * -params.num_kv_heads // params.resident_ctas  # below 0: this rounds up
-    return -smallest(waves * costs[::-1])
-
-
-def _makespans(tiles: Tiles, chunks: list[int], params: SchedulerParams, capacity: Capacity) -> np.ndarray:
-    """Returns, for each split size in `chunks`, the makespan when every tile gets the fewest splits of at most this
-    size; `IMPOSSIBLE` where the records exceed the capacity.
+def _makespans(
+    sizes: np.ndarray, counts: np.ndarray, chunks: list[int], params: SchedulerParams, capacity: Capacity
+) -> np.ndarray:
+    """Returns, for each split size in `chunks`, the makespan when every query tile gets the fewest splits of at most
+    this size; `IMPOSSIBLE` where the records exceed the capacity.
 
     Of arrays of a few numbers each operation takes the same time: they are as few as possible. Quotients that are to be
     rounded up are those of negative numbers.
     """
-    sizes, ctas = tiles.sizes, params.num_kv_heads
+    ctas, resident = params.num_kv_heads, params.resident_ctas
     splits = -sizes // np.array(chunks)[:, None]  # negative
-    is_split = splits < _MINUS_ONE
+    is_split = splits < -1
     cost = np.where(is_split, ITEM_TIME + params.partial_cost, ITEM_TIME)
-    cost -= sizes // splits * _UNIT  # and the kv tiles of the longest split, which come out negative too
-    splits *= -tiles.counts  # items
-    longest = most(cost, 1)
-    fullest, items = _fullest(cost, splits, longest, params)
-    merges = is_split.dot(tiles.counts)
-    partials = items + (merges - tiles.number)
-    traffic = partials * (params.partial_cost * ctas)
-    work = items * (ITEM_TIME * ctas) + traffic
-    work += (tiles.work - tiles.number * ITEM_TIME) * ctas
-    result = np.maximum(np.maximum(work // params.resident_ctas, fullest), longest)
-    result += traffic // params.resident_ctas + COMBINE_TIME
-    if (whole := int(sizes[-1])) in chunks:  # splits nothing
-        result[chunks.index(whole)] -= COMBINE_TIME
+    cost -= sizes // splits * UNIT  # and the kv tiles of the longest split, which come out negative too
+    splits *= -counts  # items
+    items, merges = add(splits, 1), is_split.dot(counts)
+    partials = items + (merges - add(counts))
+    result = np.maximum(add(splits * cost, 1) * ctas // resident, _in_waves(cost, splits, most(cost, 1), params))
+    result += partials * (params.partial_cost * ctas) // resident + (partials > 0) * COMBINE_TIME
     finest = chunks.index(min(chunks))  # has the most records of every kind
     if items[finest] > capacity.items or partials[finest] > capacity.partials or merges[finest] > capacity.merges:
         over = (partials > capacity.partials) | (items > capacity.items) | (merges > capacity.merges)
@@ -198,15 +169,11 @@ def _makespans(tiles: Tiles, chunks: list[int], params: SchedulerParams, capacit
     return result
 
 
-def _fullest(
-    cost: np.ndarray, items: np.ndarray, longest: np.ndarray, params: SchedulerParams
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the time of the fullest CTA of every row, which has `items` of each `cost`, rounded down to a fraction of
-    the `longest`; and all items of the row.
+def _in_waves(cost: np.ndarray, items: np.ndarray, longest: np.ndarray, params: SchedulerParams) -> np.ndarray:
+    """Returns the time of every row, which has `items` of each `cost`, that its long items take wave by wave: those of
+    more than half the time of the longest, of their mean time.
     """
-    step = (longest // _BINS + _ONE)[:, None]
-    keys = items - (cost // step << _SHIFT)
-    keys.sort(1)  # longest items first
-    at_least = (keys & _MASK).cumsum(1)  # items of this cost or more, behind the last that is as long
-    waves = at_least * -params.num_kv_heads // params.resident_ctas
-    return most((keys >> _SHIFT) * step * waves, 1), at_least[:, -1]  # a product of two negative numbers
+    of_long = items * (cost * 2 > longest[:, None])
+    number = add(of_long, 1)
+    waves = number * -params.num_kv_heads // params.resident_ctas  # below 0: this rounds up
+    return np.maximum(-waves * (add(of_long * cost, 1) // number), longest)

@@ -308,7 +308,7 @@ def enter(
         entries.clear()
     of_q, of_k, of_v, of_out, of_lse = map(_span, (problem.q, problem.k, problem.v, problem.out, problem.lse))
     keys = problem.kv_len if isinstance(problem, Problem) else 0
-    narrow = not isinstance(problem, MlaProblem) and problem.features.half_aligned_kv
+    narrow = not isinstance(problem, MlaProblem) and problem.settings.features.half_aligned_kv
     entries[key] = Entry(
         fire,
         q.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype,

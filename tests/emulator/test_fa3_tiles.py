@@ -35,20 +35,18 @@ from tests.support.schedules import ALL_SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
 
-LONG, MEDIUM = Launch(4096), Launch()
-FEW, SHORT, SHORTEST = Launch(kv_len=1024, few=True), Launch(kv_len=1024), Launch(kv_len=224)
-# Of q in registers, with SHORT all, the last step half zeros.
+# Of q in registers, with "short" all, the last step half zeros.
 SINGLE: tuple[tuple[Launch, BatchCase], ...] = (
-    (LONG, prefill(400, 500, (1, 1), 128, **CAUSAL, **BF16)),
-    (FEW, prefill(150, 200, (2, 1), 128, **CAUSAL)),
-    (FEW, prefill(150, 200, (2, 1), 72)),
-    (SHORT, prefill(150, 200, (2, 2), 56, **CAUSAL, **BF16)),
-    (SHORTEST, prefill(197, 197, (1, 1), 64, **BF16)),
-    (SHORTEST, prefill(197, 197, (1, 1), 72)),
-    (MEDIUM, prefill(400, 500, (1, 1), 72, **BF16)),
-    (MEDIUM, prefill(200, 400, (2, 1), 96, **CAUSAL)),
-    (MEDIUM, prefill(130, 270, (1, 1), 160, **BF16)),
-    (MEDIUM, prefill(150, 400, (2, 1), 192, **CAUSAL)),
+    ("long", prefill(400, 500, (1, 1), 128, **CAUSAL, **BF16)),
+    ("few", prefill(150, 200, (2, 1), 128, **CAUSAL)),
+    ("few", prefill(150, 200, (2, 1), 72)),
+    ("short", prefill(150, 200, (2, 2), 56, **CAUSAL, **BF16)),
+    ("shortest", prefill(197, 197, (1, 1), 64, **BF16)),
+    ("shortest", prefill(197, 197, (1, 1), 72)),
+    ("", prefill(400, 500, (1, 1), 72, **BF16)),
+    ("", prefill(200, 400, (2, 1), 96, **CAUSAL)),
+    ("", prefill(130, 270, (1, 1), 160, **BF16)),
+    ("", prefill(150, 400, (2, 1), 192, **CAUSAL)),
 )
 CUT = (
     ragged((400,), (700,), **heads(3, 3), **dims(64)),  # three query tiles of each head
@@ -56,13 +54,13 @@ CUT = (
 )
 LENGTHS = (200, 0, 37, 1), (300, 20, 64, 0)
 BATCHES: tuple[tuple[Launch, BatchCase], ...] = (
-    (LONG, ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(128))),
-    (SHORT, ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(64))),
-    (SHORT, ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(80))),
-    (SHORTEST, ragged(*LENGTHS, **heads(2, 1), **dims(80))),
-    (MEDIUM, ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(96))),
-    (MEDIUM, ragged(*LENGTHS, **heads(2, 1), **dims(72))),
-    (MEDIUM, ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(192))),
+    ("long", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(128))),
+    ("short", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(64))),
+    ("short", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(80))),
+    ("shortest", ragged(*LENGTHS, **heads(2, 1), **dims(80))),
+    ("", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(96))),
+    ("", ragged(*LENGTHS, **heads(2, 1), **dims(72))),
+    ("", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(192))),
 )
 
 WINDOW = (70, 3, 0, 200), (150, 40, 9, 200)
@@ -105,13 +103,13 @@ def test_narrow_windows(case: tuple[tuple[int, int], BatchCase], schedule: Sched
 @pytest.mark.parametrize(("batch", "schedule"), in_turn(CUT, structure=all_alike), ids=name)
 def test_cut_last_wave(batch: BatchCase, schedule: Schedule) -> None:
     with (
-        mock.patch.object(persistent_family, "launch_of", return_value=LONG),
+        mock.patch.object(persistent_family, "launch_of", return_value="long"),
         mock.patch.object(cost_model, "last_wave", return_value=Cut(0, 1, 2)),
         mock.patch.object(cost_model, "BALANCED", (0, 1)),
     ):
         emulation = solve_on(FA3, batch, schedule, sms=3 if batch.head_dim_qk == 256 else 2)
     assert_cut(FA3, emulation)
-    assert_tile(LONG, batch.mask, emulation)
+    assert_tile("long", batch.mask, emulation)
 
 
 # --- groups of any size ----------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_index_arrays_that_are_wrong_reach_no_other_memory(name: str, limits: Ba
     qo_indptr, kv_indptr, last = (torch.tensor(x, dtype=torch.int64).int() for x in WRONG[name])
     with using("sm_90a"):
         device_schedules.launch(planner, DeviceLengths(qo_indptr, kv_indptr, last, 60), memory)
-    split = planner.layout.merges
+    split = planner.records[0]
     for row in memory.records[:split].view(-1, 16).tolist():
         item = Item(*row[: len(Item._fields)])
         if item.qo_len:

@@ -76,7 +76,7 @@ def test_scales_on_the_device(kv_len: int) -> None:
     """Their sign is unknown. Kernels get their addresses; that of V's goes to the launch that writes the output."""
     problem, v_scale = single(kv_len=kv_len, v_scale=2.0, sm_scale=0.1), torch.tensor([0.25])
     scales = torch.tensor([-0.5]), torch.tensor(3.0)
-    settings = problem.settings._replace(features=problem.features._replace(positive_scale=False))
+    settings = problem.settings._replace(features=problem.settings.features._replace(positive_scale=False))
     solve(problem._replace(settings=settings, scale_tensors=scales, v_scale_tensor=v_scale))
     main, last = NamedLaunch.fired[0], NamedLaunch.fired[-1]
     assert isinstance(main.spec, Fa2Spec)

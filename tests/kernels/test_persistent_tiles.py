@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -18,7 +18,7 @@ from cute_attn.kernels.fa4 import tiles as fa4_tiles
 from cute_attn.kernels.fa4.default_specs import default_specs as fa4_specs
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
-from cute_attn.kernels.host.persistent.family import LAUNCHES, launch_of
+from cute_attn.kernels.host.persistent.family import launch_of
 from cute_attn.runtime.arch import named
 from tests.support.persistent_host import TARGETS, single
 
@@ -35,7 +35,7 @@ WINDOWS = ((-1, 1), (127, 8), (127, 1), (511, 8), (1023, 8))  # `window_left` an
 def tiles_of(arch: str, operands: Operands) -> list[tuple[tuple[int, int], Any]]:
     """Returns the head dims and tiles of all kinds of problems."""
     tiles, family = (fa3_tiles, FA3.family) if arch == "sm_90a" else (fa4_tiles, FA4.family)
-    known = itertools.product(("dense", "paged", "gathered"), (False, True), (False, True), WINDOWS, LAUNCHES)
+    known = itertools.product(("dense", "paged", "gathered"), (False, True), (False, True), WINDOWS, get_args(Launch))
     return [
         (dims, family.choose_tile(arch, TileProblem(dims, kv, operands, plain, full, *window, launch)))
         for kv, plain, full, window, launch in known
@@ -105,20 +105,20 @@ def test_tiles_of_windows() -> None:
 def test_tiles_follow_the_size_of_the_launch() -> None:
     """For rows whose scores are not modified; gathered pages, pages and masks keep theirs."""
     launches = {
-        (4000, 1000): Launch(kv_len=1024, few=True),
-        (32_000, 1000): Launch(kv_len=1024, few=True),
-        (34_000, 1000): Launch(kv_len=1024),
-        (34_000, 225): Launch(kv_len=1024),
-        (34_000, 224): Launch(kv_len=224),
-        (32_000, 224): Launch(kv_len=1024, few=True),
-        (32_000, 1025): Launch(),
-        (4096 * 32, 4096): Launch(4096),
-        (16384 * 8, 16384): Launch(4096),
-        (4095 * 32, 4095): Launch(),
+        (4000, 1000): "few",
+        (32_000, 1000): "few",
+        (34_000, 1000): "short",
+        (34_000, 225): "short",
+        (34_000, 224): "shortest",
+        (32_000, 224): "few",
+        (32_000, 1025): "",
+        (4096 * 32, 4096): "long",
+        (16384 * 8, 16384): "long",
+        (4095 * 32, 4095): "",
     }
     for (rows, tokens), launch in launches.items():
         assert launch_of(rows, 132, tokens, tokens) == launch
-    assert set(launches.values()) == set(LAUNCHES)
+    assert set(launches.values()) == set(get_args(Launch))
     for rule in fa3_tiles.SIZED:
         (head_dims,), (launch, *_), of = (rule.when[name] for name in ("head_dims", "launch", "full"))
         usual = TileProblem(head_dims)

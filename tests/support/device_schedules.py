@@ -125,8 +125,8 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, planner: Planner, device: str) -> Memory:
-        at = planner.layout
-        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in (at.records, at.end)))
+        sizes = sum(planner.records), planner.scratch[-1]
+        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
 
 
 def launch(planner: Planner, lengths: DeviceLengths, memory: Memory) -> None:

@@ -35,19 +35,9 @@ def pages_in_boxes(head_dims: tuple[int, int], page_size: int, operands: Operand
     return math.gcd(page_size, PAGE_ALIGNED) >= least
 
 
-UNKNOWN = 1 << 62  # keys of a request: no bound
-# Steps of the size of a launch.
-LONG_TOKENS = 4096  # query tokens per request, of more keys than SHORT_KEYS
-SHORT_KEYS = 1024  # keys per request
-SHORTEST_KEYS = 224  # the same: images of 14 x 14 patches
-
-
-class Launch(NamedTuple):
-    """Size of a launch, in steps by which tiles may differ; by default not known."""
-
-    qo_len: int = 0  # least query tokens of a typical request
-    kv_len: int = UNKNOWN  # most keys of a request
-    few: bool = False  # few query rows per SM
+# Size of a launch, as far as tiles may depend on it ("": not): requests of many tokens; short ones with few query rows
+# per SM, and with more. `kernels.host.persistent.family.launch_of` draws the lines.
+Launch = Literal["", "long", "few", "short", "shortest"]
 
 
 class TileProblem(NamedTuple):
@@ -60,5 +50,5 @@ class TileProblem(NamedTuple):
     full: bool = False  # all rows see all keys
     window_left: int = -1  # of causal rows where nothing else masks keys or modifies scores, else -1
     group: int = 1  # query heads per kv head
-    launch: Launch = Launch()
+    launch: Launch = ""
     chunk_invariant: bool = False  # kv tiles must begin at the same keys whatever rows share a tile

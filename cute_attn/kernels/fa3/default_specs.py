@@ -76,7 +76,7 @@ def _spec(
     dtype: str = "bfloat16",
     out_dtype: str = "bfloat16",
     window_left: int = -1,
-    launch: Launch | None = None,
+    launch: Launch = "",
     group: int = 1,
     **rest: Any,
 ) -> KernelSpec:
@@ -90,6 +90,6 @@ def _spec(
         plain=plain,
         window_left=window_left,
         group=group,
-        launch=launch or Launch(),
+        launch=launch,
     )
     return Fa3Spec(dtype, out_dtype, *dims, tile=choose(problem), **rest)

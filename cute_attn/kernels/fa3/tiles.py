@@ -11,11 +11,7 @@ from typing import Any
 
 from cute_attn.kernels.blocks.tiles import (
     FP8_HEAD_DIMS,
-    LONG_TOKENS,
     PAGE_ALIGNED,
-    SHORT_KEYS,
-    SHORTEST_KEYS,
-    Launch,
     Operands,
     TileProblem,
     pages_in_boxes,
@@ -88,19 +84,16 @@ _NARROW = (  # shortest windows first
 # 16 x 1024 full 427 and 443. 64 x 197 tokens of 16 heads, full: d 64 173 and 142, d 72 136 and 106.
 _SHORT_64 = HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=64, per_sm=3)
 _ANY, _CAUSAL = (True, False), (False,)  # values of `full`
-_LONG, _FEW = (Launch(LONG_TOKENS),), (Launch(kv_len=SHORT_KEYS, few=True),)
-_SHORTEST = (Launch(kv_len=SHORTEST_KEYS),)
-_SHORT = (Launch(kv_len=SHORT_KEYS), *_SHORTEST)
 SIZED = tuple(
     _rule(dims, tile, plain=(True,), full=full, kv=("dense",), launch=launches)
     for launches, dims, tile, full in (
-        (_LONG, (128, 128), HopperTile(192, 80, 3, 1), _ANY),
-        (_FEW, (96, 96), HopperTile(128, 128, 2, 2), _ANY),
-        (_FEW, (128, 128), HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), _CAUSAL),
-        (_SHORTEST, (64, 64), _SHORT_64, _ANY),
-        (_SHORTEST, (96, 96), HopperTile(128, 112, 2, 1), _ANY),
-        (_SHORT, (64, 64), _SHORT_64, _CAUSAL),
-        (_SHORT, (96, 96), HopperTile(128, 128, 2, 2), _CAUSAL),
+        (("long",), (128, 128), HopperTile(192, 80, 3, 1), _ANY),
+        (("few",), (96, 96), HopperTile(128, 128, 2, 2), _ANY),
+        (("few",), (128, 128), HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), _CAUSAL),
+        (("shortest",), (64, 64), _SHORT_64, _ANY),
+        (("shortest",), (96, 96), HopperTile(128, 112, 2, 1), _ANY),
+        (("short", "shortest"), (64, 64), _SHORT_64, _CAUSAL),
+        (("short", "shortest"), (96, 96), HopperTile(128, 128, 2, 2), _CAUSAL),
     )
 )
 

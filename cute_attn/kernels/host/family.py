@@ -104,8 +104,8 @@ class TiledFamily(Generic[T]):
         schedule = self.scheduler(problem.settings, arch, sms)(problem.qo_len, problem.kv_len)
         split = schedule.num_splits > 1
         attention = self.spec(problem.settings, schedule.tile, split), schedule.grid
-        rows = rows_of_warps(problem.qo_len * problem.features.num_qo_heads, sms)
-        combine = combine_spec(problem.features), rows.grid
+        rows = rows_of_warps(problem.qo_len * problem.settings.features.num_qo_heads, sms)
+        combine = combine_spec(problem.settings.features), rows.grid
         return [attention, combine] if split else [attention]
 
     def schedule(

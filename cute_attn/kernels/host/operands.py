@@ -97,7 +97,7 @@ def block_scale_strides(problem: Request | BatchProblem) -> Values:
     if problem.block_scales is None:
         return NO_STRIDES
     token, head = kv_axes(problem.settings)
-    paged = problem.features.kv_source == "paged"
+    paged = problem.settings.features.kv_source == "paged"
     strides = [x.stride() for x in problem.block_scales]
     return tuple(n for of in strides for n in (of[0] if paged else 0, of[token], of[head]))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import NamedTuple
 
 import torch
 
@@ -19,8 +18,8 @@ from cute_attn.problem import BatchLimits, DeviceLengths, GraphLimits
 from cute_attn.request.settings import MAX_KV_LEN
 from cute_attn.runtime.launch import current_stream
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule.batch import max_fixed_size_splits, max_query_tiles, record_capacity
-from cute_attn.schedule.cuts import Capacity, SchedulerParams
+from cute_attn.schedule.batch import fixed_chunk, max_fixed_size_splits, max_query_tiles, record_capacity
+from cute_attn.schedule.cuts import SchedulerParams
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 
@@ -34,35 +33,6 @@ MEMORY_FIELDS = ("items", "merges", "counts", "first_tile", "groups", "order", "
 COUNTS = 4  # int32 numbers: items and merges of the schedule, two unused
 
 
-class Layout(NamedTuple):
-    """Where arrays begin, in int32 numbers: records, which launches read, and in other memory what the planner keeps
-    for itself.
-    """
-
-    merges: int  # behind the items
-    records: int  # their end
-    first_tile: int  # behind the counts
-    groups: int
-    order: int
-    tiles: int
-    splits: int
-    end: int
-
-    @classmethod
-    def of(cls, capacity: Capacity, max_tiles: int, batch_size: int) -> Layout:
-        merges = capacity.items * ITEM_INTS
-        sizes = (
-            COUNTS,
-            batch_size + 1,
-            batch_size,
-            max(capacity.items, batch_size),
-            4 * max_tiles,
-            4 * capacity.items,
-        )
-        ends = itertools.accumulate(-(-size // 4) * 4 for size in sizes)  # 16-byte alignment
-        return cls(merges, merges + capacity.merges * MERGE_INTS, *ends)
-
-
 def schedules_all(params: SchedulerParams, limits: BatchLimits) -> bool:
     """Tells whether the kernel can schedule every batch within these limits: records and products of them fit its
     integers, and splits of a fixed size the workspace.
@@ -74,9 +44,9 @@ def schedules_all(params: SchedulerParams, limits: BatchLimits) -> bool:
         return False
     if max(max_query_tiles(graph, params), items) > MAX_TILES:
         return False
-    if limits.fixed_split_size is None or limits.disable_split_kv:
+    chunk = fixed_chunk(params, limits)
+    if not chunk:
         return True
-    chunk = max(1, ceil_div(limits.fixed_split_size, params.cols))
     parts = ceil_div(ceil_div(graph.max_kv_tokens, params.cols), chunk)
     room = limits.workspace_bytes // params.partial_bytes
     return parts <= 1 or (parts <= MAX_SPLITS and max_fixed_size_splits(graph, params, chunk) <= room)
@@ -94,9 +64,12 @@ class Planner:
         graph = limits.graph
         self.capacity = record_capacity(params, limits)
         max_tiles = max_query_tiles(graph, params)
-        self.layout = Layout.of(self.capacity, max_tiles, graph.batch_size)
+        items, merges, _ = self.capacity
+        self.records = items * ITEM_INTS, merges * MERGE_INTS  # int32 numbers that launches read
+        sizes = COUNTS, graph.batch_size + 1, graph.batch_size, max(items, graph.batch_size), 4 * max_tiles, 4 * items
+        # Where the arrays that the kernel keeps for itself begin, in numbers, and the last one ends: 16-byte alignment.
+        self.scratch = (*itertools.accumulate((-(-size // 4) * 4 for size in sizes), initial=0),)
         self.device_index, self.keeps_address = gpu.device_index, limits.keeps_address
-        fixed = limits.fixed_split_size if not limits.disable_split_kv else None
         kv_tiles = ceil_div(_longest(graph), params.cols)
         static: Fields = {
             "batch_size": graph.batch_size,
@@ -105,31 +78,31 @@ class Planner:
             "page_size": page_size,
             **{name: int(getattr(params, name)) for name in SCHEDULER_FIELDS},
             "window_left": max(-1, min(params.window_left, 1 << 30)),
-            "fixed_chunk": 0 if fixed is None else min(ceil_div(fixed, params.cols), kv_tiles + 1),
+            "fixed_chunk": min(fixed_chunk(params, limits), kv_tiles + 1),
             "l2_kv_tokens": min(params.l2_kv_tokens, MAX_PRODUCT),
             "max_tiles": max_tiles,
-            "item_capacity": self.capacity.items,
-            "merge_capacity": self.capacity.merges,
+            "item_capacity": items,
+            "merge_capacity": merges,
             "partial_capacity": min(self.capacity.partials, MAX_PRODUCT),
         }
         self.launch = gpu.loaded(PlanSpec(), enable_pdl=False).bind(static, LENGTH_FIELDS, MEMORY_FIELDS)
 
     def placed(self, lengths: DeviceLengths, staging: Staging) -> torch.Tensor:
         """Prepares a launch, and returns the device memory of the records."""
-        size, scratch_size = self.layout.records, self.layout.end
+        size = sum(self.records)
         if self.keeps_address:
             staging.fix_capacity(size)
-        records, scratch = staging.written_on_device(size, scratch_size, self.layout)
+        records, scratch = staging.written_on_device(size, self.scratch[-1], (self.records, self.scratch))
         staging.write(functools.partial(self, lengths, records, scratch))
         return records
 
     def __call__(self, lengths: DeviceLengths, records: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Launches the kernel on the current stream. `records`, `scratch`: `layout.records` and `layout.end` numbers,
-        zeros before the first launch.
+        """Launches the kernel on the current stream. `records`, `scratch`: memory of as many numbers, zeros before the
+        first launch.
         """
         indptrs = lengths.qo_indptr, lengths.kv_indptr, lengths.last_page_len
         addresses = [0 if x is None else x.data_ptr() for x in indptrs]
-        items, counts, at = records.data_ptr(), scratch.data_ptr(), self.layout
-        kept = [counts + 4 * start for start in (0, at.first_tile, at.groups, at.order, at.tiles, at.splits)]
-        of_lengths, memory = (*addresses, lengths.q_len or 0, lengths.kv_end), (items, items + 4 * at.merges, *kept)
+        items, kept = records.data_ptr(), scratch.data_ptr()
+        memory = items, items + 4 * self.records[0], *(kept + 4 * start for start in self.scratch[:-1])
+        of_lengths = *addresses, lengths.q_len or 0, lengths.kv_end
         self.launch.fire(current_stream(self.device_index), of_lengths, ((1, 1, 1), memory))

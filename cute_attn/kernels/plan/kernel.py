@@ -23,7 +23,7 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     warp_max,
     warp_sum,
 )
-from cute_attn.kernels.plan.parts.cta import Cta, PlanParams, Smem
+from cute_attn.kernels.plan.parts.cta import THREADS, Cta, PlanParams, Smem
 from cute_attn.kernels.plan.parts.records import Records
 from cute_attn.kernels.plan.parts.split_size import SplitSize
 from cute_attn.kernels.plan.spec import PlanSpec
@@ -34,13 +34,12 @@ class PlanProgram(GridProgram):
     params = PlanParams
 
     def __init__(self, spec: PlanSpec, arch: str) -> None:
-        self.block = (spec.threads, 1, 1)
-        self.warps = spec.threads // 32
-        self.smem_bytes = Smem.bytes(self.warps)
+        self.block = (THREADS, 1, 1)
+        self.smem_bytes = Smem.bytes
 
     @cute.kernel
     def kernel(self, p: PlanParams) -> None:
-        cta = Cta(p, shared_memory(), Int32(cute.arch.thread_idx()[0]), self.warps)
+        cta = Cta(p, shared_memory(), Int32(cute.arch.thread_idx()[0]))
         old_items = ptx.ld_global_u32(p.counts)
         old_merges = ptx.ld_global_u32(p.counts + Int64(4))
         if cta.thread < Smem.accumulators // 4:
@@ -100,4 +99,4 @@ class PlanProgram(GridProgram):
         word, end, zero = used * Int32(ints // 4) + cta.thread, old * Int32(ints // 4), Int32(0)
         while word < end:
             ptx.st_global_v4(records + Int64(word) * Int64(16), 0, [zero, zero, zero, zero])
-            word = word + Int32(cta.threads)
+            word = word + Int32(THREADS)

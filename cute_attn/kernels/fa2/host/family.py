@@ -102,15 +102,15 @@ def scores(features: Features) -> tuple[str, ...]:
 def kv_copy_bytes(features: Features) -> int:
     """Returns `kv_copy_bytes` of a spec."""
     bits = KV_BITS[kv_dtype(features)]
-    whole = not any(dim * bits % 128 for dim in (features.head_dim_qk, features.head_dim_vo))
+    whole = not any(dim * bits % 128 for dim in features.head_dims)
     return 16 if whole and not features.half_aligned_kv else 8
 
 
 def variant(features: Features) -> tiles.Variant:
     """Returns the part of the features that the choice of a tile depends on."""
     plain = mask(features) == "band" and not (rotates(features) or scores(features))
-    head_dims, fp8 = (features.head_dim_qk, features.head_dim_vo), short(features.q_dtype) in FP8_DTYPES
-    return tiles.Variant(head_dims, plain, batched(features), kv_dtype(features), fp8)
+    fp8 = short(features.q_dtype) in FP8_DTYPES
+    return tiles.Variant(features.head_dims, plain, batched(features), kv_dtype(features), fp8)
 
 
 FAMILY = Fa2Family()

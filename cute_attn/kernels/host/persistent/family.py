@@ -8,18 +8,10 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec, PersistentTile
-from cute_attn.kernels.blocks.tiles import (
-    LONG_TOKENS,
-    SHORT_KEYS,
-    SHORTEST_KEYS,
-    Launch,
-    Operands,
-    TileProblem,
-    tile_rows,
-)
+from cute_attn.kernels.blocks.tiles import Launch, Operands, TileProblem, tile_rows
 from cute_attn.kernels.host.batch import Tiling
 from cute_attn.kernels.host.family import TiledFamily
 from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, rotates, schedule, score_steps
@@ -42,12 +34,9 @@ SECTION_BYTES = 32 << 20  # keys and values of an L2 section
 SHORT_SECTION_BYTES = 16 << 20
 NVFP4_SECTION_BYTES = 18 << 20  # the same with their block scales: as many tokens as of 8 bits, which was measured
 WINDOWS = (-1, 0, MAX_KV_LEN)  # none, the shortest and the longest: every window has the tile of one of them
-FEW_ROWS = 2 * 128  # query rows per SM up to which a launch of short requests has few
-UNKNOWN_LAUNCH = Launch()
-LAUNCHES = (  # all that `launch_of` tells
-    *(Launch(kv_len=SHORT_KEYS, few=True), Launch(kv_len=SHORTEST_KEYS), Launch(kv_len=SHORT_KEYS)),
-    *(UNKNOWN_LAUNCH, Launch(LONG_TOKENS)),
-)
+# Sizes of launches: query tokens of long requests; keys of short ones, and of images of 14 x 14 patches; query rows per
+# SM up to which a launch of short requests has few.
+LONG_TOKENS, SHORT_KEYS, SHORTEST_KEYS, FEW_ROWS = 4096, 1024, 224, 2 * 128
 
 T = TypeVar("T", bound=PersistentTile)
 
@@ -89,15 +78,15 @@ class PersistentFamily(TiledFamily[T]):
             return "dense"
         if features.kv_block_scales:  # with boxes of TMA as well as copies of scales the producer spills registers
             return "gathered"
-        return self.page_source(head_dims(features), settings.page_size, operands(features))
+        return self.page_source(features.head_dims, settings.page_size, operands(features))
 
-    def tile(self, settings: Settings, arch: str, launch: Launch = UNKNOWN_LAUNCH) -> T:
+    def tile(self, settings: Settings, arch: str, launch: Launch = "") -> T:
         """Return the tile of these settings on an architecture, for a launch."""
         features, causal, window_left = settings.features, settings.causal, settings.window_left
         masked = features.custom_mask or features.multi_item
         modified, window = masked or bool(scores(features)), window_left >= 0
         problem = TileProblem(
-            head_dims(features),
+            features.head_dims,
             self.kv_source(settings),
             operands(features),
             plain=not (modified or window),
@@ -129,15 +118,14 @@ class PersistentFamily(TiledFamily[T]):
             self.spec(settings, self.tile(settings, arch.name, launch), split)
             for window, causal, page_size in itertools.product(WINDOWS, (True, False), (SMALL_PAGE, LARGE_PAGE))
             for settings in (Settings(features, causal=causal, window_left=window, page_size=page_size),)
-            for launch in LAUNCHES
+            for launch in get_args(Launch)
             for split in ((False,) if batched(features) else (False, True))
         ]
         return [*dict.fromkeys(kernels), combine_spec(features)]
 
     def tiling(self, settings: Settings, size: Size, arch: Arch, sms: int) -> Tiling[T]:
-        launch, features = UNKNOWN_LAUNCH, settings.features
-        if size.kv_len is not None:
-            launch = launch_of(size.rows * features.num_qo_heads, sms, size.qo_len, size.kv_len)
+        features = settings.features
+        launch = launch_of(size.rows * features.num_qo_heads, sms, size.qo_len, size.kv_len)
         tile = prepared(self.tile, settings, arch.name, launch)
         section = 1 << (size.longest - 1).bit_length() if size.longest else 0
         return prepared(_tiling, settings, tile, self.heads_per_tile(features, size.qo_len, tile), section, sms, launch)
@@ -170,7 +158,7 @@ def _tiling(settings: Settings, tile: T, heads: int, kv_len: int, sms: int, laun
         causal=settings.causal,
         window_left=settings.window_left,
         resident_ctas=groups,
-        min_split_tiles=min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo),
+        min_split_tiles=min_split_tiles(tile.rows, tile.cols, *features.head_dims),
         partial_row_bytes=4 * (features.head_dim_vo + 1),
         l2_section_heads=section,
         l2_kv_tokens=section_tokens(features, launch) // kv_heads,
@@ -186,14 +174,17 @@ def batch_order(params: SchedulerParams, items: int, late: int) -> Values:
     return order_values(items * params.num_kv_heads, max(1, items) * heads, heads)
 
 
-def launch_of(rows: int, sms: int, qo_len: int, kv_len: int) -> Launch:
-    """Return which of LAUNCHES a launch is. `rows`: query rows of all heads and requests; `qo_len`: query tokens of a
-    typical request; `kv_len`: keys of the longest.
+def launch_of(rows: int, sms: int, qo_len: int, kv_len: int | None) -> Launch:
+    """Return the size of a launch. `rows`: query rows of all heads and requests; `qo_len`: query tokens of a typical
+    request; `kv_len`: mean number of keys of a request, None where no length may decide.
     """
-    if kv_len <= SHORT_KEYS:
-        few = rows <= FEW_ROWS * sms
-        return Launch(kv_len=SHORTEST_KEYS if kv_len <= SHORTEST_KEYS and not few else SHORT_KEYS, few=few)
-    return Launch(LONG_TOKENS) if qo_len >= LONG_TOKENS else UNKNOWN_LAUNCH
+    if kv_len is None:
+        return ""
+    if kv_len > SHORT_KEYS:
+        return "long" if qo_len >= LONG_TOKENS else ""
+    if rows <= FEW_ROWS * sms:
+        return "few"
+    return "shortest" if kv_len <= SHORTEST_KEYS else "short"
 
 
 def scores(features: Features) -> tuple[str, ...]:
@@ -211,11 +202,7 @@ def operands(features: Features) -> Operands:
     return "fp8" if features.q_dtype in FP8 else "fp8_kv" if features.kv_dtype != features.q_dtype else ""
 
 
-def head_dims(features: Features) -> tuple[int, int]:
-    return features.head_dim_qk, features.head_dim_vo
-
-
-def section_heads(features: Features, heads: int, kv_len: int, launch: Launch = UNKNOWN_LAUNCH) -> int:
+def section_heads(features: Features, heads: int, kv_len: int, launch: Launch = "") -> int:
     """Return the blocks of `heads` query heads in an L2 section of a launch: those of as many kv heads as it
     holds, at least one, rounded down to a divisor of all blocks.
     """
@@ -232,5 +219,5 @@ def section_tokens(features: Features, launch: Launch) -> int:
     dims = features.head_dim_qk + features.head_dim_vo
     if features.kv_block_scales:
         return NVFP4_SECTION_BYTES // (dims // 2 + dims // 16)
-    short = launch.kv_len <= SHORT_KEYS and not launch.few
-    return (SHORT_SECTION_BYTES if short else SECTION_BYTES) // (dims * features.kv_dtype.itemsize)
+    section = SHORT_SECTION_BYTES if launch in ("short", "shortest") else SECTION_BYTES
+    return section // (dims * features.kv_dtype.itemsize)

@@ -19,9 +19,10 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     quotient_up,
     store_shared_wide,
 )
-from cute_attn.schedule.constants import BINS, CANDIDATES
+from cute_attn.schedule.constants import BINS, CANDIDATES, SORT_BINS
 
-MOST_WARPS = 32
+WARPS = 32
+THREADS = 32 * WARPS
 
 
 class PlanParams(NamedTuple):
@@ -75,14 +76,10 @@ class Smem:
     estimates = 48
     chunks = estimates + 8 * CANDIDATES
     warp_sums = -(-(chunks + 4 * CANDIDATES) // 16) * 16  # 64 bits per warp
-    histograms = warp_sums + 8 * MOST_WARPS
-    sizes = histograms  # of the cost model: sizes and counts of bins, then a histogram per candidate
+    histograms = warp_sums + 8 * WARPS
+    sizes = histograms  # of the cost model: sizes and counts of bins
     bin_counts = sizes + 4 * BINS
-    candidates = bin_counts + 4 * BINS
-
-    @staticmethod
-    def bytes(warps: int) -> int:
-        return Smem.histograms + 4 * BINS * max(warps, CANDIDATES + 2)
+    bytes = histograms + 4 * SORT_BINS * WARPS
 
 
 @dataclass(frozen=True)
@@ -102,11 +99,6 @@ class Cta:
     p: Any
     base: Int32  # of shared memory
     thread: Int32
-    warps: int
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
 
     @property
     def lane(self) -> Int32:
@@ -118,23 +110,21 @@ class Cta:
 
     def segment(self, count: Int32) -> tuple[Int32, Int32]:
         """Returns the range of `count` numbers that this warp takes, in order of warps; a multiple of 32 but one."""
-        size = quotient_up(count, Int32(self.threads)) * Int32(32)
+        size = quotient_up(count, Int32(THREADS)) * Int32(32)
         begin = ptx.minimum(self.warp * size, count)
         return begin, ptx.minimum(begin + size, count)
 
     @cute.jit
     def exclusive_sum(self, x: Any, most_: Any) -> Any:
         """Returns the sum over the threads before this one, and over all; both at most `most_`. For all threads."""
-        sums, step = self.base + Int32(Smem.warp_sums), 8
+        sums = self.base + Int32(Smem.warp_sums)
         through = inclusive_sum(x, self.lane, most_)
         if self.lane == 31:
-            store_shared_wide(sums + self.warp * Int32(step), 0, Int64(through))
+            store_shared_wide(sums + self.warp * Int32(8), 0, Int64(through))
         ptx.sync_threads()
-        of_lane = load_shared_wide(sums + ptx.minimum(self.lane, Int32(self.warps - 1)) * step)
-        of_lane = ptx.select(self.lane < self.warps, of_lane, Int64(0))
-        sums_through = inclusive_sum(of_lane, self.lane, Int64(most_))
+        sums_through = inclusive_sum(load_shared_wide(sums + self.lane * 8), self.lane, Int64(most_))
         before = ptx.shuffle_from(lane_before(sums_through, self.lane), self.warp)
-        total = ptx.shuffle_from(sums_through, Int32(self.warps - 1))
+        total = ptx.shuffle_from(sums_through, Int32(WARPS - 1))
         ptx.sync_threads()  # the next sums overwrite these
         kind = type(x)
         return ptx.minimum(kind(before) + lane_before(through, self.lane), most_), kind(total)
@@ -192,7 +182,7 @@ class Cta:
                 through = ptx.minimum(carry + before + tiles, p.max_tiles)
                 ptx.st_global_b32(p.first_tile + Int64(i) * Int64(4), 4, through)
             carry = ptx.minimum(carry + total, p.max_tiles)
-            first = first + Int32(self.threads)
+            first = first + Int32(THREADS)
         return carry, keys, longest
 
     @cute.jit
@@ -222,5 +212,5 @@ class Cta:
             ptx.st_global_v4(p.tiles + Int64(tile) * Int64(16), 0, [i, first_row, begin, end])
             longest = ptx.maximum(longest, end - begin)
             total = total + Int64(end - begin)
-            tile = tile + Int32(self.threads)
+            tile = tile + Int32(THREADS)
         return longest, total

@@ -13,7 +13,7 @@ from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.plan.parts.arithmetic import add_shared, equal_lanes, inclusive_sum, quotient_up, wide_quotient
-from cute_attn.kernels.plan.parts.cta import Cta, Smem
+from cute_attn.kernels.plan.parts.cta import THREADS, WARPS, Cta, Smem
 from cute_attn.schedule.constants import L2_ORDER_MIN_WAVES, SORT_BINS
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL
 
@@ -69,11 +69,11 @@ def _start_positions(cta: cutlass.Constexpr) -> None:
     column = cta.base + Int32(Smem.histograms) + cta.thread * 4
     total = Int32(0)
     if cta.thread < SORT_BINS:
-        for warp in cutlass.range(cta.warps, unroll=4):
+        for warp in cutlass.range(WARPS, unroll=4):
             total = total + ptx.ld_shared_b32(column + warp * Int32(4 * SORT_BINS))
     start, _ = cta.exclusive_sum(total, Int32(NO_LIMIT))
     if cta.thread < SORT_BINS:
-        for warp in cutlass.range(cta.warps, unroll=4):
+        for warp in cutlass.range(WARPS, unroll=4):
             here = column + warp * Int32(4 * SORT_BINS)
             count = ptx.ld_shared_b32(here)
             ptx.st_shared_b32(here, 0, start)
@@ -257,5 +257,5 @@ class Records:
                 end = ptx.maximum(carry + before + kv_len - Int64(1), Int64(0))
                 ptx.st_global_b32(p.groups + Int64(i) * Int64(4), 0, Int32(wide_quotient(end, tokens)))
             carry = carry + total
-            first = first + Int32(cta.threads)
+            first = first + Int32(THREADS)
         ptx.sync_threads()

@@ -20,14 +20,13 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     warp_sum,
     wide_quotient,
 )
-from cute_attn.kernels.plan.parts.cta import Cta, Smem
+from cute_attn.kernels.plan.parts.cta import THREADS, WARPS, Cta, Smem
 from cute_attn.schedule.constants import (
     BALANCED,
     BINS,
     CANDIDATES,
     COMBINE_TIME,
     CUT_WORTHWHILE,
-    EMPTY_TILE_TIME,
     IMPOSSIBLE,
     ITEM_TIME,
     LONGEST_DIVISORS,
@@ -102,12 +101,12 @@ class SplitSize:
         first, chunk = Int32(0), Int32(0)
         if cutlass.and_(cutlass.and_(fits, long), few_waves):
             self.fill_bins(num_tiles)
-            if self.cta.warp == self.cta.warps - 1:
+            if self.cta.warp == WARPS - 1:
                 self.unsplit()
             index = self.cta.warp
             while index < CANDIDATES:
                 self.estimate(index)
-                index = index + Int32(self.cta.warps)
+                index = index + Int32(WARPS)
             ptx.sync_threads()
             first, chunk = self.best(last_wave(p, self.cta.lane, num_tiles, self.longest))
             ptx.sync_threads()  # before others write where histograms are
@@ -118,9 +117,9 @@ class SplitSize:
         """Writes the candidates, and sizes and counts of the bins of query tiles."""
         cta = self.cta
         word = cta.thread
-        while word < BINS * (CANDIDATES + 2):
+        while word < BINS * 2:
             ptx.st_shared_b32(cta.base + Int32(Smem.histograms) + word * 4, 0, Int32(0))
-            word = word + Int32(cta.threads)
+            word = word + Int32(THREADS)
         if cta.thread < CANDIDATES:
             ptx.st_shared_b32(cta.base + Int32(Smem.chunks) + cta.thread * 4, 0, self.candidate(cta.thread))
         ptx.sync_threads()
@@ -131,7 +130,7 @@ class SplitSize:
             place = cta.base + ptx.divide(end - begin, width) * 4
             raise_shared(place + Int32(Smem.sizes), end - begin)
             add_shared(place + Int32(Smem.bin_counts), Int32(1))
-            tile = tile + Int32(cta.threads)
+            tile = tile + Int32(THREADS)
         ptx.sync_threads()
 
     def candidate(self, index: Int32) -> Int32:
@@ -148,9 +147,10 @@ class SplitSize:
         return ptx.minimum(ptx.maximum(size, smallest), self.longest)
 
     def bin(self, index: Int32) -> tuple[Int32, Int32]:
-        """Returns size and count of a bin."""
+        """Returns size and count of a bin. A query tile that sees no keys counts as one kv tile."""
         place = self.cta.base + index * 4
-        return ptx.ld_shared_b32(place + Int32(Smem.sizes)), ptx.ld_shared_b32(place + Int32(Smem.bin_counts))
+        size = ptx.maximum(ptx.ld_shared_b32(place + Int32(Smem.sizes)), Int32(1))
+        return size, ptx.ld_shared_b32(place + Int32(Smem.bin_counts))
 
     def share_of(self, work: Int64) -> Int64:
         p = self.cta.p
@@ -167,7 +167,7 @@ class SplitSize:
         work, fullest, carry = Int64(0), Int64(0), Int32(0)
         for step in cutlass.range(STEPS, unroll=1):
             size, count = self.bin(Int32(BINS - 1) - (step * 32 + lane))  # longest first
-            cost = Int64(ptx.maximum(size * UNIT, Int32(EMPTY_TILE_TIME)) + Int32(ITEM_TIME))
+            cost = Int64(size * Int32(UNIT) + Int32(ITEM_TIME))
             at_least = carry + inclusive_sum(count, lane, Int32(NO_LIMIT))
             fullest = ptx.maximum(fullest, self.waves(at_least) * cost)
             work = work + cost * Int64(count)
@@ -183,9 +183,8 @@ class SplitSize:
         """Writes the makespan with candidate `index`. For one warp."""
         p, lane = self.cta.p, self.cta.lane
         chunk = ptx.ld_shared_b32(self.cta.base + Int32(Smem.chunks) + index * 4)
-        histogram = self.cta.base + Int32(Smem.candidates) + index * Int32(4 * BINS)
-        items, partials, merges, tiles = Int32(0), Int32(0), Int32(0), Int64(0)
-        longest = Int32(0)
+        items, partials, merges = Int32(0), Int32(0), Int32(0)
+        longest, work = Int32(0), Int64(0)
         for step in cutlass.range(STEPS, unroll=1):
             size, count = self.bin(step * 32 + lane)
             splits, cost = self.item(size, chunk)
@@ -193,18 +192,18 @@ class SplitSize:
             items = items + splits * count
             partials = partials + ptx.select(splits > 1, splits * count, Int32(0))
             merges = merges + ptx.select(splits > 1, count, Int32(0))
-            tiles = tiles + Int64(ptx.maximum(size * UNIT, Int32(EMPTY_TILE_TIME))) * Int64(count)
+            work = work + Int64(splits * count) * Int64(cost)
         longest, items, partials = warp_max(longest), warp_sum(items), warp_sum(partials)
-        merges, tiles = warp_sum(merges), warp_sum(tiles)
-        width = ptx.divide(longest, Int32(BINS)) + Int32(1)
+        merges, work = warp_sum(merges), warp_sum(work)
+        number, time = Int32(0), Int64(0)  # of the items of more than half the time of the longest
         for step in cutlass.range(STEPS, unroll=1):
             size, count = self.bin(step * 32 + lane)
             splits, cost = self.item(size, chunk)
-            add_shared(histogram + ptx.divide(cost, width) * 4, splits * count)
-        ptx.sync_warp()
-        fullest = self.fullest(histogram, width)
-        work = tiles + Int64(items) * Int64(ITEM_TIME) + Int64(partials) * Int64(p.partial_cost)
-        result = ptx.maximum(ptx.maximum(self.share_of(work), fullest), Int64(longest))
+            long = ptx.select(cost + cost > longest, splits * count, Int32(0))
+            number, time = number + long, time + Int64(long) * Int64(cost)
+        number, time = warp_sum(number), warp_sum(time)
+        in_waves = self.waves(number) * wide_quotient(time, Int64(number))
+        result = ptx.maximum(ptx.maximum(self.share_of(work), in_waves), Int64(longest))
         merging = Int64(COMBINE_TIME) + self.share_of(Int64(partials) * Int64(p.partial_cost))
         result = result + ptx.select(partials > 0, merging, Int64(0))
         over = cutlass.or_(partials > p.partial_capacity, items > p.item_capacity)
@@ -214,22 +213,9 @@ class SplitSize:
 
     def item(self, size: Int32, chunk: Int32) -> tuple[Int32, Int32]:
         """Returns the splits of a query tile that sees `size` kv tiles, and the time of the longest."""
-        splits = ptx.maximum(quotient_up(size, chunk), Int32(1))
-        cost = ptx.maximum(quotient_up(size, splits), Int32(1)) * Int32(UNIT) + Int32(ITEM_TIME)
+        splits = quotient_up(size, chunk)
+        cost = quotient_up(size, splits) * Int32(UNIT) + Int32(ITEM_TIME)
         return splits, cost + ptx.select(splits > 1, self.cta.p.partial_cost, Int32(0))
-
-    @cute.jit
-    def fullest(self, histogram: Int32, width: Int32) -> Int64:
-        """Returns the time of the fullest CTA, of items whose times are in bins of `width`."""
-        lane = self.cta.lane
-        found, carry = Int64(0), Int32(0)
-        for step in cutlass.range(STEPS, unroll=1):
-            index = Int32(BINS - 1) - (step * 32 + lane)  # longest first
-            count = ptx.ld_shared_b32(histogram + index * 4)
-            at_least = carry + inclusive_sum(count, lane, Int32(NO_LIMIT))
-            found = ptx.maximum(found, self.waves(at_least) * Int64(index) * Int64(width))
-            carry = ptx.shuffle_from(at_least, Int32(31))
-        return warp_max(found)
 
     def best(self, last: Cut) -> tuple[Int32, Int32]:
         """Returns the first query tile that is split, and the kv tiles of the longest split: those of the first of the
