@@ -10,8 +10,6 @@ from cute_attn.emulator.clocks import BEFORE, ORDER, PROXY, Op
 from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import MemoryFault, ProxyFault, Race
 from cute_attn.emulator.memory import (
-    GENERIC_PARAM,
-    GENERIC_SHARED,
     OFFSET_MASK,
     RANK_SHIFT,
     Region,
@@ -211,17 +209,6 @@ def _compare(
         raise Race(
             f"{what} of {region.name} at byte {int(cells[lane, column]) * 4} races with a {kind} by {name}", lane
         )
-
-
-def generic_spaces(batch: WarpBatch, mask: Array | None, addresses: Array) -> tuple[Array, Array]:
-    """Masks of the lanes whose generic address is shared, and of the others."""
-    full = batch.full(addresses)
-    space = full >> np.uint64(56)
-    if some(space == GENERIC_PARAM >> 56):
-        raise MemoryFault("a generic load from the parameter space is not supported")
-    active = batch.active(mask)
-    shared = space == GENERIC_SHARED >> 56
-    return active & shared, active & ~shared
 
 
 def _order_op(cluster: Cluster, region: Region, cells: Array, op: Op, what: str, write: bool) -> None:

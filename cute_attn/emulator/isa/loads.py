@@ -1,4 +1,4 @@
-"""ld and st of the parameter, shared, shared::cluster, global and generic spaces."""
+"""ld and st of the parameter, shared, shared::cluster and global spaces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cute_attn.emulator import access
-from cute_attn.emulator.dtypes import Array, some, tag
+from cute_attn.emulator.dtypes import Array, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.isa import order
@@ -27,7 +27,6 @@ _EVICT = f"{_L1}{_PREFETCH}"
 _STRONG = ".volatile|.relaxed.cta|.relaxed.cluster|.relaxed.gpu|.relaxed.sys"
 _ORDERED = "{.cta|.cluster|.gpu|.sys}{|.global}{.b32|.u32|.s32|.b64|.u64|.s64}"
 _SHARED = f"{{|.weak|{_STRONG}}}.shared{{|::cta|::cluster}}{_SIZES}"
-_GENERIC = f"{{|.volatile|.relaxed.gpu}}{_SIZES}"
 
 
 @form(f"ld.param{{|.v2|.v4}}{_TYPES}", golden="memory")
@@ -74,19 +73,6 @@ called(f"ld{{{_STRONG}}}.global{_CACHE}{_EVICT}{_SIZES}", **_LOAD)(_ld_global("l
 called(f"ld.acquire{_ORDERED}", **_LOAD)(_ld_global("ld.acquire", True))
 
 
-@called(f"ld{_GENERIC}", **_LOAD)
-def ld_generic(w: WarpBatch, mask: Array | None, word: Any, count: int, address: Array) -> list[Array]:
-    shared, others = access.generic_spaces(w, mask, address)
-    nbytes = word.itemsize * count
-    rows: Array = np.zeros((w.size, nbytes), np.uint8)
-    if some(others):
-        rows = access.load_global(w, others, address, nbytes, "ld")
-    if some(shared):
-        low = w.full(address).astype(np.uint32)
-        rows = np.where(shared[:, None], access.load_shared(w, shared, low, nbytes, "ld", True), rows)
-    return _columns(rows, word)
-
-
 def _columns(rows: Array, word: Any) -> list[Array]:
     words = rows.view(word)
     return [words[:, i] for i in range(words.shape[1])]
@@ -121,16 +107,6 @@ called(f"st.release{_ORDERED}", **_STORE)(_st_global("st.release", True))
 called("st.global.v8{.b32|.f32}", operands="[u8] {.}", since=100, conformance="unverified")(  # at multiples of 32
     _st_global("st.global", None)
 )
-
-
-@called(f"st{_GENERIC}", **_STORE)
-def st_generic(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
-    shared, others = access.generic_spaces(w, mask, address)
-    rows = _rows(w, sources)
-    if some(others):
-        access.store_global(w, others, address, rows, "st")
-    if some(shared):
-        access.store_shared(w, shared, w.full(address).astype(np.uint32), rows, "st", True)
 
 
 def _rows(w: WarpBatch, sources: tuple[Array, ...]) -> Array:
