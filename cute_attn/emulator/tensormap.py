@@ -16,8 +16,17 @@ from cute_attn.emulator.errors import LaunchFault, MemoryFault
 
 BYTES = 128
 DTYPES = {  # in the order of their codes: bytes of an item
-    **{"uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8},
-    **{"float16": 2, "float32": 4, "float32_ftz": 4, "float64": 8, "bfloat16": 2},
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "float32": 4,
+    "float32_ftz": 4,
+    "float64": 8,
+    "bfloat16": 2,
 }
 SWIZZLE_SPAN = (0, 32, 64, 128)  # bytes, by code
 _SWIZZLE_PERIOD = (16, 256, 512, 1024)  # bytes after which a pattern repeats
