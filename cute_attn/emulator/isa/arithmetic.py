@@ -40,20 +40,6 @@ def high(e: Emitter, inst: Inst, *choices: str) -> None:
     e.compute(inst, f"{product} + {{2}}" if "mad" in choices else product)
 
 
-def _high64(a: Array, b: Array) -> Array:
-    m, s = np.uint64(0xFFFFFFFF), np.uint64(32)
-    cross = (a & m) * (b >> s) + (((a & m) * (b & m)) >> s)
-    other = (a >> s) * (b & m) + (cross & m)
-    high: Array = (a >> s) * (b >> s) + (cross >> s) + (other >> s)
-    return high
-
-
-def _high64_signed(a: Array, b: Array) -> Array:
-    ua, ub = a.view(np.uint64), b.view(np.uint64)
-    high = _high64(ua, ub) - np.where(a < 0, ub, np.uint64(0)) - np.where(b < 0, ua, np.uint64(0))
-    return high.view(np.int64)
-
-
 def _quotient(a: Array, b: Array) -> Array:
     """Divide with truncation. Division by zero gives all ones, as observed on hardware."""
     safe = np.where(b == 0, 1, b).astype(b.dtype)
@@ -81,8 +67,6 @@ computed(
         f"abs{_SIGNED}": "np.abs({0})",
         f"div{_INTS}": _quotient,
         f"rem{_INTS}": _remainder,
-        "mul.hi.u64": _high64,
-        "mul.hi.s64": _high64_signed,
     },
     golden="integer",
 )

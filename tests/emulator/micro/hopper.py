@@ -58,7 +58,6 @@ def _products() -> Iterator[Case]:
         for b in ("e4m3", "e5m2"):
             yield product(a, b, 128, 3, (0, 0))
             yield product(a, b, 32, 3, (0, 0), registers=True)
-    yield product("f16", "f16", 64, 3, (0, 0), half=True)
     yield product("f16", "f16", 64, 3, (0, 0), step=32)  # the second k step of a swizzled line
     yield product("bf16", "bf16", 64, 3, (0, 0), step=96)
     yield product("f16", "f16", 64, 3, (0, 0), signs=(-1, 1))
@@ -93,33 +92,32 @@ def product(
     majors: tuple[int, int],
     *,
     registers: bool = False,
-    half: bool = False,
     step: int = 0,
     signs: tuple[int, int] = (1, 1),
 ) -> Case:
     """D = A B + D of small integers; the bytes of both operands are as random as the integers: whatever the layout, the
     sums are exact."""
     wide = "16" in a
-    name = f"{a}.{b}.n{n}.sw{swizzle}.{majors[0]}{majors[1]}" + (".rs" if registers else "") + (".half" if half else "")
+    name = f"{a}.{b}.n{n}.sw{swizzle}.{majors[0]}{majors[1]}" + (".rs" if registers else "")
     name += (f".k{step}" if step else "") + ("" if signs == (1, 1) else f".{signs[0]}{signs[1]}")
     per = 2 if wide else 1
     blob = small(a, A_BYTES // per, name + "a", 2).tobytes() + small(b, B_BYTES // per, name + "b", 2).tobytes()
-    count = n // 4 if half else n // 2
+    count = n // 2
     text = Text(threads=128, smem=A_BYTES + B_BYTES).fill_shared(A_BYTES + B_BYTES)
     text.add(f".reg .b32 %d<{count}>;")
     for i in range(count):
         text.add(f"mad.lo.u32 %r1, %me, {count}, {i};", "and.b32 %r1, %r1, 7;", "cvt.rn.f32.u32 %r1, %r1;")
-        text.add("cvt.rn.f16x2.f32 %r1, %r1, %r1;" if half else "", f"mov.b32 %d{i}, %r1;")
+        text.add(f"mov.b32 %d{i}, %r1;")
     for index, (rows, start) in enumerate(((64, 0), (n, A_BYTES))):
         _operand(text, index, start + step, *strides(rows, swizzle, bool(majors[index])), swizzle)
     left = "%rd10"
     if registers:
         text.add("mov.u32 %r2, sm;", "mad.lo.u32 %r2, %me, 16, %r2;", "ld.shared.v4.b32 {%r4, %r5, %r6, %r7}, [%r2];")
         left = "{%r4, %r5, %r6, %r7}"
-    shape = f"m64n{n}k{16 if wide else 32}.{'f16' if half else 'f32'}.{a}.{b}"
+    shape = f"m64n{n}k{16 if wide else 32}.f32.{a}.{b}"
     transposed = (f", {majors[1]}" if registers else f", {majors[0]}, {majors[1]}") if wide else ""
     _multiply(text, shape, count, left, f"{signs[0]}, {signs[1]}{transposed}")
-    return Case("wgmma", name, text.ptx(), blob, 128 * 4 * count, unit="f2" if half else "f4", threads=128)
+    return Case("wgmma", name, text.ptx(), blob, 128 * 4 * count, unit="f4", threads=128)
 
 
 NARROW_N = 16

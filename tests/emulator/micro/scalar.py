@@ -9,17 +9,17 @@ import numpy as np
 from cute_attn.emulator.isa.registry import expand
 from tests.emulator.micro.case import Case, elementwise, rng, values
 
-_INTS, _WORDS, _HALVES = "{.s16|.u16|.s32|.u32|.s64|.u64}", "{.s32|.u32|.s64|.u64}", "{.f16x2|.bf16x2}"
+_INTS, _HALVES = "{.s16|.u16|.s32|.u32|.s64|.u64}", "{.f16x2|.bf16x2}"
 _MODES, _TO_INTS = "{.rn|.rz|.rm|.rp}", "{.rni|.rzi|.rmi|.rpi}"
 # (family, opcodes, number of sources): of the type that the opcode ends with, of conversions from it to the one before.
 FORMS = (
     ("integer", f"{{add|sub|mul.lo|min|max}}{_INTS}", 2),
     ("integer", f"mad.lo{_INTS}", 3),
-    ("integer", f"mul.hi{_WORDS}", 2),
+    ("integer", "mul.hi{.s32|.u32}", 2),
     ("integer", "{neg|abs}{.s32|.s64}", 1),
     ("integer", "{min|max}.relu.s32", 2),
     ("bits", "{and|or|xor}{.b16|.b32|.b64}", 2),
-    ("bits", "{not.b32|not.b64|clz.b32|popc.b32|brev.b32|bfind.u32}", 1),
+    ("bits", "{not.b32|not.b64|clz.b32|popc.b32|bfind.u32}", 1),
     ("bits", "prmt.b32", 3),
     ("float32", f"{{add|sub}}{_MODES}.f32", 2),
     ("float32", "{add.rn.ftz|mul.rn|mul.rn.ftz|mul.rz|add.rn.sat|mul.rn.sat}.f32", 2),
@@ -88,12 +88,6 @@ def _bits() -> Iterator[Case]:
     for table in (0x96, 0xE8, 0x1B, 0xF8, 0x2D):
         code = [f"lop3.b32 %d, %a0, %a1, %a2, {table};"]
         yield elementwise("bits", f"lop3.{table:#x}", code, ("b32", "b32", "b32"), "b32")
-    for op in ("bfe.u32", "bfe.s32"):
-        fields = [rng(op + str(i)).integers(0, 34, 512).astype(np.uint32) for i in range(2)]
-        yield _simple("bits", op, ("b32", "u32", "u32"), "b32", data=[values("b32", 512, rng(op)), *fields])
-    fields = [rng(f"bfi{i}").integers(0, 34, 512).astype(np.uint32) for i in range(2)]
-    data = [values("b32", 512, rng(f"bfi.a{i}")) for i in range(2)]
-    yield _simple("bits", "bfi.b32", ("b32", "b32", "u32", "u32"), "b32", data=[*data, *fields])
 
 
 def _predicates() -> Iterator[Case]:
