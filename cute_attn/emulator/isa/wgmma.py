@@ -53,7 +53,6 @@ class Product:
     kinds: tuple[str, str]
     a: smem_matrix.Operand | Array
     b: smem_matrix.Operand
-    signs: tuple[int, int]
     old: Product | list[Any] | None  # the accumulators, if they count: those of a product, or registers
     op: Op
     clocks: Array  # of each warp at the issue
@@ -63,8 +62,8 @@ class Product:
     def run(self, w: WarpBatch) -> None:
         if self.sums is not None:
             return
-        b = self.signs[1] * self._load(w, self.b, 0, self.n, self.kinds[1], slice(None))
-        a = self.signs[0] * (self._left(w, self.a) if isinstance(self.a, smem_matrix.Operand) else self.a)
+        b = self._load(w, self.b, 0, self.n, self.kinds[1], slice(None))
+        a = self._left(w, self.a) if isinstance(self.a, smem_matrix.Operand) else self.a
         old = self._old(w)
         if smem_matrix.ITEM_BYTES[self.kinds[0]] == 1:
             zeros = np.zeros((len(w.warps), 16, self.n), np.float32)
@@ -167,19 +166,21 @@ def product(e: Emitter, inst: Inst, n: str, types: str) -> None:
     d, a, b, keep, *rest = inst.operands
     kinds = tuple(types[1:].split("."))
     sign_a, sign_b, *majors = [e.number(inst, x) for x in rest]
+    if (sign_a, sign_b) != (1, 1):
+        raise PtxError(f"{inst.op} of negated operands is not supported")
     major_a, major_b = [0] * (2 - len(majors)) + majors  # of operands in shared memory, if they have 16 bits
     in_registers = isinstance(a, Vec)
     indices, fragments = ([x.index for x in e.items(of) if isinstance(x, Reg)] for of in (d, a))
     if len(indices) != int(n[1:]) // 2:
         raise PtxError(f"{inst.op} with {len(indices)} accumulators")
     majors_are = bool(major_a), bool(major_b)
-    how = e.bind((int(n[1:]), kinds, (sign_a, sign_b), majors_are, indices, fragments, inst), "wgmma")
+    how = e.bind((int(n[1:]), kinds, majors_are, indices, fragments, inst), "wgmma")
     left = e.values(a, "u4") if in_registers else e.get(a, "u8")
     e.call(_issue, [how, left, e.get(b, "u8"), e.get(keep, "p")])
 
 
 def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Array, keep: Array) -> None:
-    n, kinds, signs, majors, indices, fragments, inst = how
+    n, kinds, majors, indices, fragments, inst = how
     whole(w, mask, "wgmma")
     if w.wgmma_fenced is None:
         raise RegisterFault("wgmma.mma_async without a wgmma.fence before it")
@@ -201,7 +202,7 @@ def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Ar
     old = None if not accumulate else registers[0].product if chained else registers
     seen[:, :, op.agent] = op.epoch
     w.cta.clocks.go_on(w.agents[1:])
-    product = Product(n, kinds, left, right, signs, old, op, seen)
+    product = Product(n, kinds, left, right, old, op, seen)
     product.marks = [InFlight(product, position) for position in range(len(indices))]
     for index, mark in zip(indices, product.marks, strict=True):
         R[index] = mark

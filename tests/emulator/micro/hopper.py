@@ -60,8 +60,6 @@ def _products() -> Iterator[Case]:
             yield product(a, b, 32, 3, (0, 0), registers=True)
     yield product("f16", "f16", 64, 3, (0, 0), step=32)  # the second k step of a swizzled line
     yield product("bf16", "bf16", 64, 3, (0, 0), step=96)
-    yield product("f16", "f16", 64, 3, (0, 0), signs=(-1, 1))
-    yield product("f16", "f16", 64, 3, (0, 0), signs=(1, -1))
 
 
 def _operand(text: Text, index: int, start: int, leading: int, stride: int, swizzle: int) -> None:
@@ -93,13 +91,12 @@ def product(
     *,
     registers: bool = False,
     step: int = 0,
-    signs: tuple[int, int] = (1, 1),
 ) -> Case:
     """D = A B + D of small integers; the bytes of both operands are as random as the integers: whatever the layout, the
     sums are exact."""
     wide = "16" in a
     name = f"{a}.{b}.n{n}.sw{swizzle}.{majors[0]}{majors[1]}" + (".rs" if registers else "")
-    name += (f".k{step}" if step else "") + ("" if signs == (1, 1) else f".{signs[0]}{signs[1]}")
+    name += f".k{step}" if step else ""
     per = 2 if wide else 1
     blob = small(a, A_BYTES // per, name + "a", 2).tobytes() + small(b, B_BYTES // per, name + "b", 2).tobytes()
     count = n // 2
@@ -116,7 +113,7 @@ def product(
         left = "{%r4, %r5, %r6, %r7}"
     shape = f"m64n{n}k{16 if wide else 32}.f32.{a}.{b}"
     transposed = (f", {majors[1]}" if registers else f", {majors[0]}, {majors[1]}") if wide else ""
-    _multiply(text, shape, count, left, f"{signs[0]}, {signs[1]}{transposed}")
+    _multiply(text, shape, count, left, f"1, 1{transposed}")
     return Case("wgmma", name, text.ptx(), blob, 128 * 4 * count, unit="f4", threads=128)
 
 
