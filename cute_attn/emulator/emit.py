@@ -84,7 +84,7 @@ class Emitter:
         if isinstance(operand, Not):
             return f"(~{self.get(operand.operand, 'p')})"
         if isinstance(operand, Special):
-            return _convert(f"w.special({operand.name!r})", "u8" if operand.name.endswith("64") else "u4", kind)
+            return _convert(f"w.special({operand.name!r})", "u4", kind)
         if isinstance(operand, Sym):
             return _convert(f"w.cta.symbol({operand.name!r})", "u8", kind)
         raise PtxError(f"operand {operand} where a value is needed")
