@@ -30,17 +30,6 @@ def cast(e: Emitter, inst: Inst, *choices: str) -> None:
     e.compute(inst, f"{{0}}.astype({to})", to, source)
 
 
-@form(f"cvt.sat{_INTS}{_INTS}", golden="convert")
-def saturated(e: Emitter, inst: Inst, to: str, source: str) -> None:
-    e.compute(inst, functools.partial(_clamp, DTYPES[tag(to)]), tag(to), tag(source))
-
-
-def _clamp(want: np.dtype, x: Array) -> Array:  # type: ignore[type-arg]
-    limits = np.iinfo(want)
-    have = np.iinfo(x.dtype)
-    return np.clip(x, max(limits.min, have.min), min(limits.max, have.max)).astype(want)
-
-
 @form(f"cvt{{.rni|.rzi|.rmi|.rpi}}{{|.ftz}}{{|.sat}}{_INTS}{{.f32|.f64|.f16}}", golden="convert")
 def to_integer(e: Emitter, inst: Inst, mode: str, ftz: str, sat: str, to: str, source: str) -> None:
     convert = e.bind(functools.partial(_to_integer, DTYPES[tag(to)]), "to_integer")

@@ -31,7 +31,6 @@ FORMS = (
     ("half2", f"fma.rn{_HALVES}", 3),
     ("half2", f"{{neg|abs}}{_HALVES}", 1),
     ("convert", "cvt{.s32.s8|.u32.u8|.s64.s32|.u64.u32|.u32.u64|.s16.s32|.u16.u32|.s32.s16|.f64.f32}", 1),
-    ("convert", "cvt.sat{.u8.s32|.s8.s32|.u16.s32|.s16.s64|.u32.s64}", 1),
     ("convert", "cvt.rn.f32{.s32|.u32|.f64}", 1),
     ("convert", "cvt.rn{.f64.s32|.f64.u32|.f64.s64|.f64.u64|.f32.s64|.f32.u64}", 1),
     ("convert", f"cvt{_TO_INTS}{{.s32|.u32|.s64|.u64|.f32}}.f32", 1),
