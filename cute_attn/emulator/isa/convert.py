@@ -21,17 +21,16 @@ _BLACKWELL: dict[str, Any] = {"since": 100, "conformance": "unverified"}
 _ROUND = {".rni": "np.rint", ".rzi": "np.trunc", ".rmi": "np.floor", ".rpi": "np.ceil"}
 
 
-@form(
-    f"cvt{_INTS}{_INTS}", f"cvt.rn{{.f32|.f64|.f16}}{_INTS}", "cvt.rn{|.ftz}.f32.f64", "cvt.f64.f32", golden="convert"
-)
+@form(f"cvt{_INTS}{_INTS}", f"cvt.rn{{.f32|.f64|.f16}}{_INTS}", golden="convert")
+@form("cvt.rn.f32.f64", "cvt.f64.f32", "cvt{|.ftz}.f32.f16", golden="convert")
 def cast(e: Emitter, inst: Inst, *choices: str) -> None:
     """Convert as numpy does: with the low bits of an integer, to nearest."""
     to, source = map(tag, inst.op.split(".")[-2:])
     e.compute(inst, f"{{0}}.astype({to})", to, source)
 
 
-@form(f"cvt{{.rni|.rzi|.rmi|.rpi}}{{|.ftz}}{{|.sat}}{_INTS}{{.f32|.f64|.f16}}", golden="convert")
-def to_integer(e: Emitter, inst: Inst, mode: str, ftz: str, sat: str, to: str, source: str) -> None:
+@form(f"cvt{{.rni|.rzi|.rmi|.rpi}}{_INTS}{{.f32|.f64|.f16}}", golden="convert")
+def to_integer(e: Emitter, inst: Inst, mode: str, to: str, source: str) -> None:
     convert = e.bind(functools.partial(_to_integer, DTYPES[tag(to)]), "to_integer")
     e.compute(inst, f"{convert}({_ROUND[mode]}({{0}}))", tag(to), tag(source))
 
@@ -49,20 +48,14 @@ def _to_integer(want: np.dtype, x: Array) -> Array:  # type: ignore[type-arg]
     return chosen
 
 
-@form("cvt{.rni|.rzi|.rmi|.rpi}{|.ftz}{|.sat}{.f32.f32|.f64.f64}", golden="convert")
-def to_whole(e: Emitter, inst: Inst, mode: str, ftz: str, sat: str, kinds: str) -> None:
+@form("cvt{.rni|.rzi|.rmi|.rpi}{.f32.f32|.f64.f64}", golden="convert")
+def to_whole(e: Emitter, inst: Inst, mode: str, kinds: str) -> None:
     e.compute(inst, f"{_ROUND[mode]}({{0}})")
 
 
-@form("cvt{|.ftz}{|.sat}.f32.f32", "cvt{|.ftz}.f32.f16", "cvt{|.ftz}.f32.bf16", golden="convert")
-def widen(e: Emitter, inst: Inst, *options: str) -> None:
-    to, source = inst.op.split(".")[-2:]
-    text = f"{e.bind(floats.bf16_to_f32)}({{0}})" if source == "bf16" else f"{{0}}.astype({tag(to)})"
-    if ".sat" in options:
-        text = f"np.clip({text}, f4.type(0), f4.type(1))"
-    if ".ftz" in options and source == "f32":
-        text = f"{e.bind(floats.flush, 'flush')}({text})"
-    e.compute(inst, text, tag(to), tag(source))
+@form("cvt{|.ftz}.f32.bf16", golden="convert")
+def widen(e: Emitter, inst: Inst, ftz: str) -> None:
+    e.compute(inst, floats.bf16_to_f32, "f4", "u2")
 
 
 @form("cvt.rn{.f16|.bf16}.f32", golden="convert")
