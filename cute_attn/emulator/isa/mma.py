@@ -57,11 +57,15 @@ def mma(
 ) -> Array:
     whole(w, mask, "mma.sync")
     a_decode, b_decode = (DECODERS[kind] for kind in kinds[1:].split("."))
-    left, right = a_matrix(w, a, a_decode).astype("f8"), _b_matrix(w, b, b_decode).astype("f8")
+    return _multiply_add(w, a_matrix(w, a, a_decode), _b_matrix(w, b, b_decode), _stack(w, c))
+
+
+def _multiply_add(w: WarpBatch, a: Array, b: Array, c: Array) -> Array:
+    """Add products of [warps, 16, k] and [warps, 8, k] to accumulators [4, lanes]."""
     # In fp64: the order in which a BLAS adds depends on a row's place in the tile, the bits of a GPU's sums do not.
-    product = np.matmul(left, right.transpose(0, 2, 1)).astype("f4")  # [warps, 16, 8]
+    product = np.matmul(a.astype("f8"), b.astype("f8").transpose(0, 2, 1)).astype("f4")  # [warps, 16, 8]
     fragments = product.reshape(len(w.warps), 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, w.size)
-    total: Array = fragments + _stack(w, c)
+    total: Array = fragments + c
     return total
 
 
