@@ -10,8 +10,6 @@ from cute_attn.emulator.clocks import BEFORE, ORDER, PROXY, Op
 from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import MemoryFault, ProxyFault, Race
 from cute_attn.emulator.memory import (
-    GENERIC_PARAM,
-    GENERIC_SHARED,
     OFFSET_MASK,
     RANK_SHIFT,
     Region,
@@ -153,96 +151,56 @@ def _order(
     what: str,
     write: bool,
 ) -> None:
-    """Check accesses for races, where clocks are kept, and record them."""
+    """Check accesses for races with the cluster's warps and operations and with earlier launches, those of warps also
+    with other clusters, where clocks are kept, and record them."""
     if by is None or not cluster.grid.checks:
         return
     cells = cells_of(offsets + (region.base & 3), nbytes)
-    if isinstance(by, Op):
-        _order_op(cluster, region, cells.ravel(), by, what, write)
-    else:
-        _order_warps(cluster, region, cells, by[positions], what, write)
-
-
-def _order_warps(cluster: Cluster, region: Region, cells: Array, agents: Array, what: str, write: bool) -> None:
-    """Check accesses for races with warps of this launch and with earlier launches."""
-    clocks = cluster.clocks
-    order = clocks.v[:, ORDER]
-    rows = agents[:, None]
-    _compare(cluster, region, cells, rows, *region.last_writes(cells), what, "write")
-    own = rows + ((cluster.number + 1) << CLUSTER_SHIFT)
-    if write:
-        _compare(cluster, region, cells, rows, *region.last_reads(cells), what, "read")
-        region.write(cells, own, order[rows, rows])
-        lost = region.last_writes(cells)[0] != own
-        if some(lost):
-            raise Race(f"{what} of {region.name}: two warps write one address", int(np.argwhere(lost)[0][0]))
-    else:
-        region.read(cells, own, order[rows, rows])
-
-
-def _local(cluster: Cluster, other: Array) -> tuple[Array, Array]:
-    """Which launch-wide agents are of this cluster or an earlier launch, and as what its clocks know them."""
-    home = other >> CLUSTER_SHIFT
-    local = (home == cluster.number + 1) | (home == 0)
-    return local, np.where(local, other & ((1 << CLUSTER_SHIFT) - 1), BEFORE)
+    who = by if isinstance(by, Op) else by[positions][:, None]
+    _compare(cluster, region, cells, who, *region.last_writes(cells), what, "write")
+    home, order = (cluster.number + 1) << CLUSTER_SHIFT, cluster.clocks.v[:, ORDER]
+    own, now = (home + who.agent, who.epoch) if isinstance(who, Op) else (home + who, order[who, who])
+    if not write:
+        region.read(cells, own, now)
+        return
+    _compare(cluster, region, cells, who, *region.last_reads(cells), what, "read")
+    region.write(cells, own, now)
+    lost = region.last_writes(cells)[0] != own
+    if some(lost):
+        raise Race(f"{what} of {region.name}: two warps write one address", int(np.argwhere(lost)[0][0]))
 
 
 def _compare(
-    cluster: Cluster, region: Region, cells: Array, rows: Array, other: Array, epoch: Array, what: str, kind: str
+    cluster: Cluster, region: Region, cells: Array, who: Array | Op, other: Array, epoch: Array, what: str, kind: str
 ) -> None:
+    """Compare accesses of an operation, or of the warps of words [words, 1], with the last ones of their cells."""
     if not some(epoch):
         return
-    local, agent = _local(cluster, other)
-    late = local & (epoch > cluster.clocks.v[rows, ORDER, agent])
-    foreign = ~local & (epoch > 0)
-    if some(foreign):
-        seen = cluster.cross
-        for lane, column in np.argwhere(foreign):
-            epoch_seen = seen.get(int(rows[lane, 0]), {}).get(int(other[lane, column]), 0)
-            late[lane, column] = epoch[lane, column] > epoch_seen
+    clocks = cluster.clocks
+    # Launch-wide agents of this cluster or an earlier launch, and as what its clocks know them.
+    home = other >> CLUSTER_SHIFT
+    local = (home == cluster.number + 1) | (home == 0)
+    agent = np.where(local, other & ((1 << CLUSTER_SHIFT) - 1), BEFORE)
+    if isinstance(who, Op):
+        late = local & (epoch > who.clock[ORDER, agent])
+    else:
+        late = local & (epoch > clocks.v[who, ORDER, agent])
+        for lane, column in np.argwhere(~local & (epoch > 0)):
+            seen = cluster.cross.get(int(who[lane, 0]), {}).get(int(other[lane, column]), 0)
+            late[lane, column] = epoch[lane, column] > seen
     if some(late):
         lane, column = map(int, np.argwhere(late)[0])
-        who = int(other[lane, column])
-        name = (
-            cluster.clocks.name(agent[lane, column])
-            if local[lane, column]
-            else (f"warp {(who & ((1 << CLUSTER_SHIFT) - 1)) - 1} of cluster {(who >> CLUSTER_SHIFT) - 1}")
-        )
-        raise Race(
-            f"{what} of {region.name} at byte {int(cells[lane, column]) * 4} races with a {kind} by {name}", lane
-        )
-
-
-def generic_spaces(batch: WarpBatch, mask: Array | None, addresses: Array) -> tuple[Array, Array]:
-    """Masks of the lanes whose generic address is shared, and of the others."""
-    full = batch.full(addresses)
-    space = full >> np.uint64(56)
-    if some(space == GENERIC_PARAM >> 56):
-        raise MemoryFault("a generic load from the parameter space is not supported")
-    active = batch.active(mask)
-    shared = space == GENERIC_SHARED >> 56
-    return active & shared, active & ~shared
-
-
-def _order_op(cluster: Cluster, region: Region, cells: Array, op: Op, what: str, write: bool) -> None:
-    """Check an operation for races with warps and operations of the cluster and with earlier launches."""
-    clocks = cluster.clocks
-    home = (cluster.number + 1) << CLUSTER_SHIFT
-    pairs = [(*region.last_writes(cells), "write")]
-    if write:
-        pairs.append((*region.last_reads(cells), "read"))
-    for other, epoch, kind in pairs:
-        here, agent = _local(cluster, other)
-        late = here & (epoch > op.clock[ORDER, agent])
-        if some(late):
-            raise Race(f"{what} of {region.name} races with a {kind} by {clocks.name(int(agent[late][0]))}")
-        unfenced = here & (agent != BEFORE) & (agent <= clocks.warps) & (epoch > op.clock[PROXY, agent])
-        if kind == "write" and some(unfenced):
+        if local[lane, column]:
+            name = clocks.name(int(agent[lane, column]))
+        else:
+            number, warp = divmod(int(other[lane, column]), 1 << CLUSTER_SHIFT)
+            name = f"warp {warp - 1} of cluster {number - 1}"
+        at = f"{what} of {region.name} at byte {int(cells[lane, column]) * 4}"
+        raise Race(f"{at} races with a {kind} by {name}", None if isinstance(who, Op) else lane)
+    if isinstance(who, Op) and kind == "write":
+        unfenced = local & (agent != BEFORE) & (agent <= clocks.warps) & (epoch > who.clock[PROXY, agent])
+        if some(unfenced):
             raise ProxyFault(
                 f"{what} of {region.name} meets an ordinary write by {clocks.name(int(agent[unfenced][0]))}: "
                 "no fence.proxy.async lies between"
             )
-    if write:
-        region.write(cells, home + op.agent, op.epoch)
-    else:
-        region.read(cells, home + op.agent, op.epoch)

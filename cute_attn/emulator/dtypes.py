@@ -15,7 +15,7 @@ DTYPES: dict[str, Any] = {
 }
 
 # Packed, 8-bit and brain floats have no numpy type: they travel as bits.
-_AS_BITS = {"bf16": "u2", "tf32": "u4", "f16x2": "u4", "bf16x2": "u4", "f32x2": "u8", "b128": "v16", "pred": "p"}
+_AS_BITS = {"bf16": "u2", "f16x2": "u4", "bf16x2": "u4", "f32x2": "u8", "b128": "v16", "pred": "p"}
 OF_PTX = {f"{letter}{8 * int(t[1:])}": t for t in DTYPES for letter in {"u": "bu", "i": "s", "f": "f"}.get(t[0], "")}
 OF_PTX |= {"e4m3": "u1", "e5m2": "u1", **_AS_BITS}
 

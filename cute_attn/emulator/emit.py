@@ -61,6 +61,8 @@ class Emitter:
         self.mask = "m" if masked else "None"
         self.indent = "  "
         self.lines: list[str] = []
+        self.reads: set[int] = set()  # registers of the instruction at hand
+        self.writes: set[int] = set()
 
     # --- what forms use -----------------------------------------------------------------------------------------------
 
@@ -82,7 +84,7 @@ class Emitter:
         if isinstance(operand, Not):
             return f"(~{self.get(operand.operand, 'p')})"
         if isinstance(operand, Special):
-            return _convert(f"w.special({operand.name!r})", "u8" if operand.name.endswith("64") else "u4", kind)
+            return _convert(f"w.special({operand.name!r})", "u4", kind)
         if isinstance(operand, Sym):
             return _convert(f"w.cta.symbol({operand.name!r})", "u8", kind)
         raise PtxError(f"operand {operand} where a value is needed")
@@ -94,6 +96,7 @@ class Emitter:
             return
         if not isinstance(operand, Reg):
             raise PtxError(f"operand {operand} where a register is needed")
+        self.writes.add(operand.index)
         home = self.homes[operand.index]
         value = _convert(f"({expression})" if home != kind else expression, kind, home)
         if self.mask != "None":
@@ -227,6 +230,7 @@ class Emitter:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _register(self, register: Reg, kind: str) -> str:
+        self.reads.add(register.index)
         return _convert(f"R[{register.index}]", self.homes[register.index], kind)
 
     def _immediate(self, operand: Imm, kind: str) -> str:

@@ -51,7 +51,7 @@ DECODERS: dict[str, Decode] = {
 """From words that hold numbers of a type to float32."""
 
 
-def encode(x: Array, kind: str, relu: bool = False) -> Array:
+def encode(x: Array, kind: str) -> Array:
     """Encode float32: to nearest, ties to even, saturated to the largest finite value; NaN as on hardware."""
     half = len(VALUES[kind]) // 2
     positive = VALUES[kind][:half]
@@ -61,7 +61,7 @@ def encode(x: Array, kind: str, relu: bool = False) -> Array:
     above = np.clip(np.searchsorted(levels, size, side="left"), 1, len(levels) - 1)
     share = (size - levels[above - 1]) / (levels[above] - levels[above - 1])
     code = np.where((share > 0.5) | ((share == 0.5) & (above % 2 == 0)), above, above - 1)
-    code = np.where(x < 0, 0, code) if relu else code | np.where(np.signbit(x), half, 0)
+    code = code | np.where(np.signbit(x), half, 0)
     nan = {"e4m3": 0x7F, "e5m2": 0x7F}.get(kind, half - 1)  # formats without NaN take the largest value
     result: Array = np.where(np.isnan(x), nan, code).astype(np.uint8)
     return result

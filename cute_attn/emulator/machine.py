@@ -93,7 +93,7 @@ class Cta:
         return np.array([GENERIC_PARAM | self.grid.param_offsets[number]], np.uint64)
 
     def special(self, name: str, batch: WarpBatch) -> Array:
-        """Value of a special register, as u4 (u8 for 64-bit registers)."""
+        """Value of a special register, as u4."""
         axis = {"x": 0, "y": 1, "z": 2}.get(name[-1], 0) if "." in name else 0
         base = name.split(".")[0]
         if base == "%tid":
@@ -105,18 +105,10 @@ class Cta:
             return batch.lane.astype(np.uint32)
         if base == "%warpid":
             return batch.warps[batch.row].astype(np.uint32)
-        if base.startswith("%lanemask_"):
-            one = np.uint64(1) << batch.lane.astype(np.uint64)
-            below = one - np.uint64(1)
-            full = np.uint64(0xFFFFFFFF)
-            masks = {"eq": one, "lt": below, "le": below | one, "gt": full & ~(below | one), "ge": full & ~below}
-            return masks[base.removeprefix("%lanemask_")].astype(np.uint32)
-        clock = int(self.clocks.time.max())
         values: dict[str, int] = {
             "%ntid": self.grid.block[axis],
             "%ctaid": self.index[axis],
             "%nctaid": self.grid.grid[axis],
-            "%nwarpid": self.num_warps,
             "%cluster_ctarank": self.rank,
             "%cluster_nctarank": int(np.prod(self.grid.cluster)),
             "%cluster_ctaid": self.index[axis] % self.grid.cluster[axis],
@@ -124,17 +116,10 @@ class Cta:
             "%clusterid": self.index[axis] // self.grid.cluster[axis],
             "%nclusterid": self.grid.grid[axis] // self.grid.cluster[axis],
             "%is_explicit_cluster": int(self.grid.cluster != (1, 1, 1)),
-            "%smid": self.cluster.number % 132,
-            "%nsmid": 132,
-            "%dynamic_smem_size": self.grid.smem_bytes,
-            "%total_smem_size": self.grid.smem_end - SHARED_START,
-            "%clock": clock,
-            "%clock64": clock,
-            "%globaltimer": clock,
         }
         if base not in values:
-            raise PtxError(f"special register {name}")
-        return np.array([values[base]], np.uint64 if base.endswith(("64", "timer")) else np.uint32)
+            raise PtxError(f"the emulator does not know the special register {name}")
+        return np.array([values[base]], np.uint32)
 
 
 class Cluster:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator.clocks import Clocks, Conflict, Op, Shadow
+from cute_attn.emulator.clocks import Clocks, Op, Shadow
 from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import BarrierFault, MemoryFault, ProxyFault, Race, Uninitialised
 
@@ -115,12 +115,7 @@ class SharedMemory:
     def load(self, offsets: Array, nbytes: int, by: Array | Op, what: str) -> Array:
         """Load words for warps (agents, one per word) or for an operation. `check` must be called before."""
         self._need_valid(offsets, nbytes, what)
-        if self.shadow is not None:
-            if isinstance(by, Op):
-                conflict = self.shadow.op_read(_cell_set(offsets, nbytes), by)
-            else:
-                conflict = self.shadow.read(cells_of(offsets, nbytes), by)
-            self._refuse(what, offsets, conflict)
+        self._order(offsets, nbytes, by, what, write=False)
         words: Array = self.bytes.windows(nbytes)[offsets]
         return words
 
@@ -129,12 +124,7 @@ class SharedMemory:
         nbytes = words.dtype.itemsize
         if isinstance(by, np.ndarray) and some(self.valid.windows(nbytes)[offsets].view(np.uint8) == MBARRIER):
             raise BarrierFault(f"{what} overwrites an mbarrier")
-        if self.shadow is not None:
-            if isinstance(by, Op):
-                conflict = self.shadow.op_write(_cell_set(offsets, nbytes), by)
-            else:
-                conflict = self.shadow.write(cells_of(offsets, nbytes), by)
-            self._refuse(what, offsets, conflict)
+        self._order(offsets, nbytes, by, what, write=True)
         put(self.bytes, self.valid, offsets, words)
 
     def _need_valid(self, offsets: Array, nbytes: int, what: str) -> None:
@@ -144,8 +134,17 @@ class SharedMemory:
                 raise BarrierFault(f"{what} reads an mbarrier")
             raise Uninitialised(f"{what} reads uninitialised shared memory at {int(offsets[lane]):#x}", lane)
 
-    def _refuse(self, what: str, offsets: Array, conflict: Conflict | None) -> None:
-        """Raise what a conflict of an access is, if it has one."""
+    def _order(self, offsets: Array, nbytes: int, by: Array | Op, what: str, write: bool) -> None:
+        """Record an access, and raise what its conflict is, if it has one."""
+        shadow = self.shadow
+        if shadow is None:
+            return
+        if isinstance(by, Op):
+            cells = cells_of(offsets, nbytes).ravel() if nbytes >= 4 else np.unique(offsets >> 2)
+            conflict = shadow.op_write(cells, by) if write else shadow.op_read(cells, by)
+        else:
+            cells = cells_of(offsets, nbytes)
+            conflict = shadow.write(cells, by) if write else shadow.read(cells, by)
         if conflict is None:
             return
         kind, agent, lane = conflict
@@ -156,12 +155,6 @@ class SharedMemory:
             )
         at = int(offsets.min() if lane is None else offsets[lane])
         raise Race(f"{what} at shared {at:#x} races with a {kind} by {self.clocks.name(agent)}", lane)
-
-
-def _cell_set(offsets: Array, nbytes: int) -> Array:
-    if nbytes >= 4:
-        return cells_of(offsets, nbytes).ravel()
-    return np.unique(offsets >> 2)
 
 
 class Region:

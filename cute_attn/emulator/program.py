@@ -45,8 +45,9 @@ class Program:
         self.blocks = self._cut()
         self.param_index = {param.name: i for i, param in enumerate(kernel.params)}
         self.files: dict[str, list[Inst | None]] = {}
-        self.uses_tensor_memory = any(isinstance(x, Inst) and x.op.startswith("tcgen05.") for x in kernel.body)
-        self.tests = unwaited.find(self)
+        insts = [inst for inst in kernel.body if isinstance(inst, Inst)]
+        self.uses_tensor_memory = any(inst.op.startswith("tcgen05.") for inst in insts)
+        self.tracked = unwaited.tracked(insts)  # registers of tensor-memory loads
 
     def param_offsets(self) -> list[int]:
         """Default offsets of the parameters. A cubin may differ, for example begin with a gap."""
@@ -94,14 +95,6 @@ class Program:
             found = block.functions[masked] = self._compile(block, masked)
         return found
 
-    def successors(self, block: Block) -> list[int]:
-        """Blocks that may follow; the kernel's end is none."""
-        inst = block.insts[-1][0]
-        found = [] if inst.op in ENDS and inst.guard is None else [block.index + 1]
-        if inst.op in ("bra", "bra.uni"):
-            found.append(self._target(inst.operands[0]))
-        return [following for following in found if following != EXIT and following < len(self.blocks)]
-
     def _compile(self, block: Block, masked: bool) -> Callable[..., Any]:
         emitter = Emitter(self.homes, self.names, self.param_index, masked)
         origin: list[Inst | None] = [None]
@@ -137,15 +130,20 @@ class Program:
         emitter.mask, emitter.indent = outer
 
     def _tested(self, emitter: Emitter, inst: Inst, entry: Form, choices: tuple[str, ...]) -> None:
-        """Emit an instruction with the tests of registers around it."""
-        calls = self.tests.get(id(inst), [])
-        for function, registers in calls:
-            if function is unwaited.refuse:
-                emitter.call(function, list(map(str, registers)))
+        """Emit an instruction, with notes of the registers of tensor-memory loads around it."""
+        start = len(emitter.lines)
+        emitter.reads, emitter.writes = set(), set()
         entry.build(emitter, inst, *choices)
-        for function, registers in calls:
-            if function is not unwaited.refuse:
-                emitter.call(function, list(map(str, registers)))
+        if not self.tracked:
+            return
+        reads, writes = self.tracked & emitter.reads, self.tracked & emitter.writes
+        own = emitter.lines[start:]
+        del emitter.lines[start:]
+        for function, registers in unwaited.before(inst.op, reads):
+            emitter.call(function, list(map(str, registers)))
+        emitter.lines += own
+        for function, registers in unwaited.behind(inst.op, reads, writes):
+            emitter.call(function, list(map(str, registers)))
 
     def _jump(self, emitter: Emitter, inst: Inst, following: int) -> str:
         target = EXIT if inst.op.startswith(("ret", "exit")) else self._target(inst.operands[0])

@@ -15,24 +15,19 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import LaunchFault, MemoryFault
 
 BYTES = 128
-DTYPES = (
-    "uint8",
-    "uint16",
-    "uint32",
-    "int32",
-    "uint64",
-    "int64",
-    "float16",
-    "float32",
-    "float32_ftz",
-    "float64",
-    "bfloat16",
-    "tfloat32",
-    "tfloat32_ftz",
-)
-_ITEM_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4)
-CONVERTING = ("float32_ftz", "tfloat32", "tfloat32_ftz")  # loads change values
-_CODES = (*((code, 0) for code in range(11)), (7, 1), (8, 1))  # of data types: TF32 is float32 with a bit of its own
+DTYPES = {  # in the order of their codes: bytes of an item
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "float32": 4,
+    "float32_ftz": 4,
+    "float64": 8,
+    "bfloat16": 2,
+}
 SWIZZLE_SPAN = (0, 32, 64, 128)  # bytes, by code
 _SWIZZLE_PERIOD = (16, 256, 512, 1024)  # bytes after which a pattern repeats
 UNIT = 16  # bytes in which TMA addresses global memory
@@ -41,10 +36,7 @@ _FIELDS = {  # first bit and number of bits, in the 1024 bits of a map
     "address": (0, 64),
     "rank": (68, 3),
     "type": (71, 4),
-    "interleave": (75, 2),
     "swizzle": (77, 2),
-    "nan_fill": (79, 1),
-    "tf32": (80, 1),
     "l2": (81, 2),
     **{f"stride {i}": (96 + 32 * i, 32) for i in range(4)},
     **{f"high stride {i}": (224 + 4 * i, 4) for i in range(4)},
@@ -61,18 +53,16 @@ class TensorMap:
     innermost."""
 
     address: int
-    dtype: int
+    dtype: str
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int = 0
-    interleave: int = 0
     l2: int = 0
-    nan_fill: bool = False
 
     @property
     def item_bytes(self) -> int:
-        return _ITEM_BYTES[self.dtype]
+        return DTYPES[self.dtype]
 
     @property
     def rank(self) -> int:
@@ -102,8 +92,7 @@ class TensorMap:
             "the innermost side of the box must be a multiple of 16 bytes": row % 16 == 0,
             "the innermost side of the box must not exceed the swizzle span": self.swizzle == 0
             or row <= SWIZZLE_SPAN[self.swizzle],
-            "only floats are filled with NaN": not self.nan_fill or "float" in DTYPES[self.dtype],
-            "interleaved layouts are not supported": self.interleave == 0,
+            "flushing subnormals is not supported": self.dtype != "float32_ftz",
             "sizes must be 1 to 2^32": all(1 <= d <= 1 << 32 for d in self.dims),
         }
         for rule, holds in rules.items():
@@ -111,10 +100,9 @@ class TensorMap:
                 raise LaunchFault(f"tensor map {self}: {rule}")
 
     def encode(self) -> bytes:
-        code, tf32 = _CODES[self.dtype]
         units = [stride >> 4 for stride in self.strides]
-        fields = {"address": self.address, "rank": self.rank - 1, "type": code, "tf32": tf32, "l2": self.l2}
-        fields |= {"interleave": self.interleave, "swizzle": self.swizzle, "nan_fill": int(self.nan_fill)}
+        fields = {"address": self.address, "rank": self.rank - 1, "type": list(DTYPES).index(self.dtype)}
+        fields |= {"swizzle": self.swizzle, "l2": self.l2}
         fields |= {f"stride {i}": unit & 0xFFFFFFFF for i, unit in enumerate(units)}
         fields |= {f"high stride {i}": unit >> 32 for i, unit in enumerate(units)}
         fields |= {f"dim {i}": size - 1 for i, size in enumerate(self.dims)}
@@ -126,19 +114,17 @@ class TensorMap:
 def decode(raw: bytes) -> TensorMap:
     bits = int.from_bytes(raw, "little")
     f = {name: bits >> at & (1 << count) - 1 for name, (at, count) in _FIELDS.items()}
-    rank, code = f["rank"] + 1, (f["type"], f["tf32"])
-    if rank > 5 or code not in _CODES:
+    rank, code = f["rank"] + 1, f["type"]
+    if rank > 5 or code >= len(DTYPES):
         raise MemoryFault(f"not a tensor map: rank {rank}, type {code}")
     found = TensorMap(
         f["address"],
-        _CODES.index(code),
+        list(DTYPES)[code],
         tuple(f[f"dim {i}"] + 1 for i in range(rank)),
         tuple((f[f"stride {i}"] | f[f"high stride {i}"] << 32) << 4 for i in range(rank - 1)),
         tuple(f[f"box {i}"] + 1 for i in range(rank)),
-        swizzle=f["swizzle"],
-        interleave=f["interleave"],
-        l2=f["l2"],
-        nan_fill=bool(f["nan_fill"]),
+        f["swizzle"],
+        f["l2"],
     )
     if found.encode() != raw:
         raise MemoryFault(f"a tensor map with fields that the emulator does not know: {raw.hex()}")
@@ -154,12 +140,9 @@ def encode_tiled(
     *,
     swizzle: int = 0,
     l2: int = 0,
-    nan_fill: bool = False,
 ) -> bytes:
     """Encode a map as cuTensorMapEncodeTiled does: `strides` in bytes, of all dimensions but the innermost."""
-    code = DTYPES.index(dtype)
-    found = TensorMap(address, code, tuple(dims), tuple(strides), tuple(box), swizzle, l2=l2, nan_fill=nan_fill)
-    return found.encode()
+    return TensorMap(address, dtype, tuple(dims), tuple(strides), tuple(box), swizzle, l2).encode()
 
 
 @dataclass(frozen=True)
@@ -172,7 +155,6 @@ class Chunks:
     addresses: Array
     inside: Array
     swizzle: int = 0
-    nan_fill: bool = False
 
     def offsets(self, start: int) -> Array:
         """Places in shared memory from `start` on."""
@@ -201,7 +183,6 @@ def chunks(tensor: TensorMap, place: Sequence[int], line_bytes: int) -> Chunks:
         (address[:, None] + inner + start).ravel(),
         (valid[:, None] & inside).ravel(),
         tensor.swizzle,
-        tensor.nan_fill,
     )
 
 

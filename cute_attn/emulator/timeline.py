@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cute_attn.emulator.warp_batch import WarpBatch
 
 COLOURS = {"matrix": "#3b76c4", "copy": "#3f9e63", "other": "#8d96a0", "wait": "#e0a96d"}  # legible on light and dark
-_KINDS = {"matrix": ("mma.", "wgmma.mma", "tcgen05.mma"), "copy": ("cp.async", "cp.reduce", "ldmatrix", "stmatrix")}
+_KINDS = {"matrix": ("mma.", "wgmma.mma", "tcgen05.mma"), "copy": ("cp.async", "ldmatrix", "stmatrix")}
 _WAITS = (
     "mbarrier.test_wait",
     "mbarrier.try_wait",

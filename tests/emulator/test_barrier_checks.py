@@ -67,10 +67,6 @@ BALANCED: dict[str, tuple[str, ...]] = {
     ),
     "a role that has no work": (*_initialised(128), "setp.lt.u32 %p4, %me, 32;", f"@%p4 {ARRIVE}"),
     "bytes announced at the tail": (*_initialised(1), *_lead(ANNOUNCE)),
-    "invalidated": (
-        *(*_initialised(3), *EACH_WARP),
-        *_lead("mbarrier.inval.shared::cta.b64 [%r8];"),
-    ),
 }
 
 

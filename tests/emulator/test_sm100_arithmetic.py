@@ -40,15 +40,7 @@ def _samples(count: int) -> Array:
     return np.concatenate([wide, edges]).astype(np.float32)
 
 
-def _product(a: Array, b: Array, mode: str) -> Array:
-    """Of float32, whose products float64 has, rounded."""
-    exact = a.astype(np.float64) * b
-    near = exact.astype(np.float32)
-    beyond = {"rn": False, "rm": near > exact, "rp": near < exact, "rz": np.abs(near) > np.abs(exact)}[mode]
-    return np.where(beyond, np.nextafter(near, np.float32({"rm": -np.inf, "rp": np.inf}.get(mode, 0.0))), near)
-
-
-PACKED = [*itertools.product(("add", "sub", "mul"), ("rn", "rz", "rm", "rp")), ("fma", "rn")]
+PACKED = [*itertools.product(("add", "sub"), ("rn", "rm")), ("mul", "rn"), ("fma", "rn")]
 
 
 @pytest.mark.parametrize(("op", "mode"), PACKED)
@@ -60,10 +52,7 @@ def test_packed(op: str, mode: str) -> None:
     operands = ", ".join(f"%rd{i}" for i in range(len(names) // 2))
     found = _run(f"{packs} {op}.{mode}.f32x2 %d, {operands};", x, "b64").view(np.float32)
     for half in (0, 1):
-        if op == "mul":
-            expected = _product(x[:, half], x[:, 2 + half], mode)
-        else:
-            expected = _run(f"{op}.{mode}.f32 %d, {', '.join(names[half::2])};", x, "b32").view(np.float32)[:, 0]
+        expected = _run(f"{op}.{mode}.f32 %d, {', '.join(names[half::2])};", x, "b32").view(np.float32)[:, 0]
         np.testing.assert_array_equal(found[:, half], expected)
 
 
@@ -86,18 +75,15 @@ def _numbers(type_: str) -> Array:
     return torch.arange(256).to(torch.uint8).view(dtype).float().numpy()
 
 
-@pytest.mark.parametrize("relu", ["", ".relu"])
 @pytest.mark.parametrize(("type_", "to"), [("e2m1", "f16"), ("e2m1", "bf16"), ("e4m3", "bf16"), ("e5m2", "bf16")])
-def test_widen(type_: str, to: str, relu: str) -> None:
+def test_widen(type_: str, to: str) -> None:
     """Every code, from a float32 that carries it as an integer; NaN is canonical."""
     numbers = _numbers(type_)
-    if relu:
-        numbers = np.where(numbers <= 0, np.float32(0), numbers)
     bits = numbers.astype(np.float16).view(np.uint16) if to == "f16" else numbers.view(np.uint32) >> np.uint32(16)
     bits = np.where(np.isnan(numbers), 0x7FFF, bits).astype(np.uint32)
     codes = np.arange(len(numbers))
     source, width = ("cvt.u8.u32 %c, %r0;", 4) if type_ == "e2m1" else ("cvt.u16.u32 %h0, %r0;", 8)
-    convert = f"cvt.rn{relu}.{to}x2.{type_}x2 %d, {source.split()[1][:-1]};"
+    convert = f"cvt.rn.{to}x2.{type_}x2 %d, {source.split()[1][:-1]};"
     word = (codes << width | codes[::-1])[:, None].astype(np.float32)
     found = _run(f"cvt.rzi.u32.f32 %r0, %a0; {source} {convert}", word, "b32")[:, 0]
     np.testing.assert_array_equal(found, bits << np.uint32(16) | bits[::-1])

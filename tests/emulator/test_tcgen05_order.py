@@ -115,7 +115,7 @@ def image() -> Array:
 def _hand_over(*between: str) -> list[str]:
     """All warps read columns that a product by one thread then overwrites, after a CTA barrier."""
     descriptor = "shr.u32 %y, %base, 4; or.b32 %y, %y, 0x80000; mov.b32 %x1, 0x4008;"  # 128 bytes, 128 bytes
-    word = instruction(128, 8, "f16", "f16", "f32")
+    word = instruction(128, 8, "f16", "f16")
     operands = f"mov.b64 %a, {{%y, %x1}}; mov.b32 %y, {word}; setp.ne.u32 %p1, %tid, %tid;"
     product = f"{operands} tcgen05.mma.cta_group::1.kind::f16 [%taddr], %a, %a, %y, %p1;"
     commit = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%bar];"

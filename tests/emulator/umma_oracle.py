@@ -89,31 +89,13 @@ class Placed:
         image[at] = raw
 
 
-def instruction(
-    m: int, n: int, a: str, b: str, d: str, *, a_mn: bool = False, b_mn: bool = False, negate: int = 0
-) -> int:
-    found = {"f16": 0, "f32": 1}[d] << 4 | CODES[a] << 7 | CODES[b] << 10 | negate << 13
-    return found | a_mn << 15 | b_mn << 16 | n >> 3 << 17 | m >> 4 << 24
+def instruction(m: int, n: int, a: str, b: str, *, a_mn: bool = False, b_mn: bool = False) -> int:
+    return 1 << 4 | CODES[a] << 7 | CODES[b] << 10 | a_mn << 15 | b_mn << 16 | n >> 3 << 17 | m >> 4 << 24
 
 
 # --- tensor memory ----------------------------------------------------------------------------------------------------
 
 
-def d_places(m: int, n: int, group: int) -> tuple[Array, Array]:
-    """(lane, column) of D[row, column] of one CTA; the atoms count lanes first, then columns of 128 lanes."""
-    rows = m // group
-    if group == 1 and rows == 64:
-        found = layout((16, 4), (1, 32))[:, None] + layout((n,), (128,))[None]
-    elif group == 2 and rows == 64:
-        found = layout((64,), (1,))[:, None] + layout((n // 2, 2), (128, 64))[None]
-    else:
-        found = layout((128,), (1,))[:, None] + layout((n,), (128,))[None]
-    return found % 128, found // 128
-
-
-def a_places(m: int, group: int) -> list[Array]:
-    """Lanes of the rows of A of one CTA, once for every copy."""
-    rows = m // group
-    if rows == 64:
-        return [layout((16, 4), (1, 32))] if group == 1 else [np.arange(64), np.arange(64) + 64]
-    return [np.arange(128)]
+def lanes_of(m: int, group: int) -> Array:
+    """Lanes of the rows of A and D of one CTA."""
+    return layout((16, 4), (1, 32)) if m // group == 64 else np.arange(128)

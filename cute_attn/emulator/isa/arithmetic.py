@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from cute_attn.emulator.dtypes import Array, tag
 from cute_attn.emulator.emit import Emitter
-from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.isa import floats
-from cute_attn.emulator.isa.registry import called, computed, form
+from cute_attn.emulator.isa.registry import computed, form
 from cute_attn.emulator.ptx import Inst
-from cute_attn.emulator.warp_batch import WarpBatch
 
 _WIDER = {"u2": "u4", "i2": "i4", "u4": "u8", "i4": "i8"}
 _SIGN = {"add": "+", "sub": "-", "mul": "*"}
@@ -38,20 +35,6 @@ def high(e: Emitter, inst: Inst, *choices: str) -> None:
     t, wide = tag(kind), _WIDER[tag(kind)]
     product = f"(({{0}}.astype({wide}) * {{1}}) >> {e.constant(int(kind[2:]), wide)}).astype({t})"
     e.compute(inst, f"{product} + {{2}}" if "mad" in choices else product)
-
-
-def _high64(a: Array, b: Array) -> Array:
-    m, s = np.uint64(0xFFFFFFFF), np.uint64(32)
-    cross = (a & m) * (b >> s) + (((a & m) * (b & m)) >> s)
-    other = (a >> s) * (b & m) + (cross & m)
-    high: Array = (a >> s) * (b >> s) + (cross >> s) + (other >> s)
-    return high
-
-
-def _high64_signed(a: Array, b: Array) -> Array:
-    ua, ub = a.view(np.uint64), b.view(np.uint64)
-    high = _high64(ua, ub) - np.where(a < 0, ub, np.uint64(0)) - np.where(b < 0, ua, np.uint64(0))
-    return high.view(np.int64)
 
 
 def _quotient(a: Array, b: Array) -> Array:
@@ -81,8 +64,6 @@ computed(
         f"abs{_SIGNED}": "np.abs({0})",
         f"div{_INTS}": _quotient,
         f"rem{_INTS}": _remainder,
-        "mul.hi.u64": _high64,
-        "mul.hi.s64": _high64_signed,
     },
     golden="integer",
 )
@@ -103,20 +84,18 @@ def _flushed(e: Emitter, ftz: bool, text: str) -> str:
 
 
 def _modified(e: Emitter, inst: Inst, function: str | Callable[..., Array]) -> None:
-    """Compute a function of floats with the modifiers of its opcode: .ftz is for operands and result. Packed floats are
-    computed in float32, then rounded: to round twice is harmless, as 24 bits are at least 2 * 11 + 2.
+    """Compute a function of floats with the modifiers of its opcode: .ftz is for operands and result. Packed 16-bit
+    floats are computed in float32, then rounded: to round twice is harmless, as 24 bits are at least 2 * 11 + 2.
     """
     d, *sources = inst.operands
     modifiers = inst.op.split(".")
     kind, ftz = modifiers[-1], "ftz" in modifiers
     values = [e.get(x, tag(kind)) for x in sources]
-    if packed := kind in ("f16x2", "bf16x2"):
+    if packed := kind in ("f16x2", "bf16x2", "f32x2"):
         values = [f"{e.bind(floats.halves, 'halves')}({value}, '.{kind}')" for value in values]
     text = _flushed(e, ftz, e.expression(inst, function, [_flushed(e, ftz, value) for value in values]))
     if "sat" in modifiers:
         text = f"{e.bind(_saturate, 'saturate')}({text})"
-    if "relu" in modifiers:
-        text = f"np.maximum({text}, f4.type(0))"
     e.set(d, tag(kind), f"{e.bind(floats.packed, 'packed')}({text}, '.{kind}')" if packed else text)
 
 
@@ -139,13 +118,14 @@ def _fma_half(a: Array, b: Array, c: Array) -> Array:
     return result
 
 
+_ROUNDED: dict[str, str | Callable[..., Array]] = {
+    "add.rm": floats.add32_down,
+    "sub.rm": floats.sub32_down,
+    "fma.rn": floats.fma32,
+}
 _floats(
     {f"{op}{{|.rn}}{{|.ftz}}{{|.sat}}.f32": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items()}
-    | {
-        f"{op}.{mode}{{|.ftz}}{{|.sat}}.f32": functools.partial(floats.ROUNDED[op], mode=mode)
-        for op, modes in {"add": ("rz", "rm", "rp"), "sub": ("rz", "rm", "rp"), "mul": ("rz",), "fma": ("rn",)}.items()
-        for mode in modes
-    }
+    | {f"{op}{{|.ftz}}{{|.sat}}.f32": function for op, function in _ROUNDED.items()}
     | {f"{op}{{|.ftz}}{nan}.f32": floats.EXTREMES[op + nan] for op in ("min", "max") for nan in ("", ".NaN")}
     | {"neg{|.ftz}{.f32|.f64}": "-{0}", "abs{|.ftz}{.f32|.f64}": "np.abs({0})"}
     | {"div.rn{|.ftz}{.f32|.f64}": "{0} / {1}", "rcp.rn{|.ftz}{.f32|.f64}": "np.reciprocal({0})"}
@@ -160,7 +140,7 @@ _floats(
 _floats(
     {f"{op}{{|.rn}}{_PACKED}": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items()}
     | {f"{op}{nan}{_PACKED}": floats.EXTREMES[op + nan] for op in ("min", "max") for nan in ("", ".NaN")}
-    | {f"fma.rn{{|.relu}}{_PACKED}": _fma_half},
+    | {f"fma.rn{_PACKED}": _fma_half},
     golden="half2",
 )
 computed(
@@ -199,20 +179,13 @@ def _fma64(a: Array, b: Array, c: Array) -> Array:
 computed({"fma.rn.f64": _fma64}, conformance="approx")
 
 
-_PAIRS: dict[str, Any] = {"results": ".", "since": 100, "conformance": "unverified"}
-
-
-@called("{add|sub|mul}{|.rn|.rz|.rm|.rp}{|.ftz}.f32x2", operands="$0 $1 $2 . .", **_PAIRS)
-@called("{fma}{.rn|.rz|.rm|.rp}{|.ftz}.f32x2", operands="$0 $1 $2 . . .", **_PAIRS)
-def float32_pairs(w: WarpBatch, mask: Array | None, op: str, mode: str, ftz: str, *pairs: Array) -> Array:
-    if op == "fma" and mode != ".rn":
-        raise PtxError(f"{op}{mode}{ftz}.f32x2: only .rn is supported")
-    rows = np.empty((len(pairs), max(map(len, pairs))), np.uint64)
-    for row, pair in zip(rows, pairs, strict=True):
-        row[:] = pair
-    singles = rows.view(np.float32)
-    found = floats.ROUNDED[op](*(floats.flush(singles) if ftz else singles), mode[1:] or "rn")
-    return np.ascontiguousarray(floats.flush(found) if ftz else found, np.float32).view(np.uint64)
+# Pairs of data-centre Blackwell.
+_floats(
+    {f"{op}{{|.rn}}{{|.ftz}}.f32x2": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items()}
+    | {f"{op}{{|.ftz}}.f32x2": function for op, function in _ROUNDED.items()},
+    since=100,
+    conformance="unverified",
+)
 
 
 # --- predicates -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from cute_attn.emulator import access
 from cute_attn.emulator.dtypes import DTYPES, Array, tag
 from cute_attn.emulator.emit import Emitter
-from cute_attn.emulator.isa import floats, order
+from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import WarpBatch
@@ -43,7 +42,7 @@ UPDATES: dict[str, Update] = {
     golden="atomics",
 )
 @form(
-    f"{{atom|red}}{_ORDER}{_SPACE}{{.add|.add.noftz}}{{.f32|.f64|.f16x2|.bf16x2}}",
+    f"{{atom|red}}{_ORDER}{_SPACE}{{.add}}{{.f32|.f64}}",
     conformance="approx",
     golden="atomics",
 )
@@ -51,16 +50,9 @@ def atomic(e: Emitter, inst: Inst, word: str, sem: str, scope: str, space: str, 
     t = tag(kind)
     results = [(inst.operands[0], t)] if word == "atom" else []
     address, *values = inst.operands[len(results) :]
-    update = UPDATES.get(op.removesuffix(".noftz"))
-    if kind in (".f16x2", ".bf16x2"):
-        update = functools.partial(_half_add, kind)
-    name = e.bind((update, DTYPES[t], sem, space), "atomic")
+    name = e.bind((UPDATES.get(op), DTYPES[t], sem, space), "atomic")
     at = e.address(address, wide=not space.startswith(".shared"))
     e.call(_atomic, [name, at, *(e.get(value, t) for value in values)], results)
-
-
-def _half_add(kind: str, old: Array, x: Array) -> Array:
-    return floats.packed(floats.halves(old, kind) + floats.halves(x, kind), kind)
 
 
 def _atomic(

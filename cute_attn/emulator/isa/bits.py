@@ -112,33 +112,8 @@ def _clz(x: Array) -> Array:
     return np.where(x == 0, 32, top.argmax(axis=1)).astype(np.uint32)
 
 
-def _brev(x: Array) -> Array:
-    return (_bit_table(x)[:, ::-1] << np.arange(32, dtype=np.uint32)).sum(axis=1).astype(np.uint32)
-
-
 def _bfind(x: Array) -> Array:
     return np.where(x == 0, 0xFFFFFFFF, 31 - _clz(x).astype(np.int64)).astype(np.uint32)
-
-
-@called("bfe{.u32|.s32}", operands=". u4 u4", results=".", golden="bits")
-def bfe(w: WarpBatch, mask: Array | None, x: Array, position: Array, length: Array) -> Array:
-    position, length = (position & 255).astype(np.int64), (length & 255).astype(np.int64)
-    wide = x.astype(np.int64)
-    bits = wide >> np.minimum(position, 63 if x.dtype.kind == "u" else 31)
-    mask = (np.int64(1) << np.minimum(length, 32)) - 1
-    field = bits & mask
-    if x.dtype.kind == "i":
-        top = np.minimum(position + length - 1, 31)
-        negative = (length > 0) & (((wide >> top) & 1) == 1)
-        field = np.where(negative, field | ~mask, field)
-    return field.astype(x.dtype)
-
-
-def _bfi(a: Array, b: Array, position: Array, length: Array) -> Array:
-    position, length = (position & 255).astype(np.uint64), (length & 255).astype(np.uint64)
-    mask = ((np.uint64(1) << np.minimum(length, 32)) - np.uint64(1)) << np.minimum(position, 63)
-    moved = a.astype(np.uint64) << np.minimum(position, 63)
-    return ((b & ~mask) | (moved & mask)).astype(np.uint32)
 
 
 computed(
@@ -146,9 +121,7 @@ computed(
         "prmt.b32": _prmt,
         "clz.b32": _clz,
         "popc.b32": _popc,
-        "brev.b32": _brev,
         "bfind.u32": _bfind,
-        "bfi.b32": _bfi,
     },
     golden="bits",
 )

@@ -1,10 +1,8 @@
-"""Bulk copies: runs of bytes between global and shared memory, and between CTAs of a cluster; groups of bulk stores."""
+"""Bulk copies: runs of bytes between global and shared memory; groups of bulk stores."""
 
 from __future__ import annotations
 
 import collections
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,10 +10,9 @@ import numpy as np
 
 from cute_attn.emulator import access, tensormap
 from cute_attn.emulator.clocks import Op
-from cute_attn.emulator.dtypes import DTYPES, Array, tag
+from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import MemoryFault
-from cute_attn.emulator.isa import floats, mbarrier
-from cute_attn.emulator.isa.atomics import UPDATES
+from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.tensormap import Chunks
@@ -74,72 +71,32 @@ def _sixteen(*numbers: int) -> None:
 
 
 def post_load(cta: Cta, target: int, pieces: Chunks, barrier: int, op: Op, what: str) -> None:
-    """Post the copy of pieces of global memory to a shared address of the cluster."""
-
-    def read() -> Array:
-        rows = np.zeros((len(pieces.shared), pieces.nbytes), np.uint8)
-        if pieces.nan_fill:
-            rows.view(np.uint16)[:] = 0x7FF7  # whatever the type
-        if pieces.inside.any():
-            addresses = pieces.addresses[pieces.inside]
-            rows[pieces.inside] = access.read_global(cta, addresses, pieces.nbytes, op, what)
-        return access.words_of(rows)
-
-    _post(cta, read, target, pieces, barrier, op, what)
-
-
-def _post(cta: Cta, read: Callable[[], Array], target: int, pieces: Chunks, barrier: int, op: Op, what: str) -> None:
-    """Post the copy of the words of pieces, whose bytes a barrier counts, to a shared address of the cluster."""
+    """Post the copy of pieces of global memory, whose bytes a barrier counts, to a shared address of the cluster."""
     waiting = mbarrier.target(cta, barrier, op, f"a {what}")
 
     def arrive() -> None:
-        words = read()
+        rows = np.zeros((len(pieces.shared), pieces.nbytes), np.uint8)
+        if pieces.inside.any():
+            addresses = pieces.addresses[pieces.inside]
+            rows[pieces.inside] = access.read_global(cta, addresses, pieces.nbytes, op, what)
         memory, offsets = cta.cluster.ctas[target >> RANK_SHIFT].smem, pieces.offsets(target & OFFSET_MASK)
         memory.check(offsets, pieces.nbytes, what)
-        memory.store(offsets, words, op, what)
-        waiting.complete(pieces.nbytes * len(words), op, LATENCY)
+        memory.store(offsets, access.words_of(rows), op, what)
+        waiting.complete(rows.size, op, LATENCY)
 
     cta.post(arrive)
 
 
-@called(
-    "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes",
-    operands="[u4] [u4] u4 [u4]",
-    since=90,
-    golden="tma",
-)
-def bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array) -> None:
-    for lane, at, start, nbytes, bar in w.each(mask, target, source, size, barrier):
-        _sixteen(at, start, nbytes)
-        op = w.begin_op(int(w.row[lane]), "bulk copy between CTAs")
-        pieces = tensormap.run(start & OFFSET_MASK, nbytes)
-        read = functools.partial(w.cta.smem.load, pieces.addresses, pieces.nbytes, op, "bulk copy")
-        _post(w.cta, read, at, pieces, bar, op, "bulk copy")
-
-
-@called(
-    f"cp.async.bulk.global.shared::cta.bulk_group{HINT}{{}}{{}}",
-    f"cp.reduce.async.bulk.global.shared::cta.bulk_group{HINT}"
-    "{.add|.min|.max|.and|.or|.xor}{.u32|.s32|.u64|.s64|.b32|.b64|.f32|.f64|.f16|.bf16}",
-    f"cp.reduce.async.bulk.global.shared::cta.bulk_group{HINT}{{.add}}.noftz{{.f16|.bf16}}",
-    operands="$1 $2 [u8] [u4] u4",
-    since=90,
-    golden="tma",
-)
-def bulk_store(
-    w: WarpBatch, mask: Array | None, reduce: str, kind: str, target: Array, source: Array, size: Array
-) -> None:
-    name = "bfloat16" if kind == ".bf16" else DTYPES[tag(kind or ".b8")].name
+@called(f"cp.async.bulk.global.shared::cta.bulk_group{HINT}", operands="[u8] [u4] u4", since=90, golden="tma")
+def bulk_store(w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array) -> None:
     for lane, to, start, nbytes in w.each(mask, target, source, size):
         _sixteen(to, start, nbytes)
         op = w.begin_op(int(w.row[lane]), "bulk store")
-        open_group(w, lane).append(
-            posted_store(w.cta, start, tensormap.run(to, nbytes), (reduce, name), op, "bulk store")
-        )
+        open_group(w, lane).append(posted_store(w.cta, start, tensormap.run(to, nbytes), op, "bulk store"))
 
 
-def posted_store(cta: Cta, source: int, pieces: Chunks, reduction: tuple[str, str], op: Op, what: str) -> Task:
-    """Post the copy of pieces from a shared address to global memory. `reduction`: operation and type, if any."""
+def posted_store(cta: Cta, source: int, pieces: Chunks, op: Op, what: str) -> Task:
+    """Post the copy of pieces from a shared address to global memory."""
 
     task = Task(op)
 
@@ -147,29 +104,14 @@ def posted_store(cta: Cta, source: int, pieces: Chunks, reduction: tuple[str, st
         task.done = True
         offsets = pieces.offsets(source & OFFSET_MASK)
         cta.smem.check(offsets, pieces.nbytes, what)
-        addresses, nbytes = pieces.addresses[pieces.inside], pieces.nbytes
+        addresses = pieces.addresses[pieces.inside]
         if len(addresses) == 0:
             return
-        words = cta.smem.load(offsets[pieces.inside], nbytes, op, what)  # the rest may be anything
-        rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, nbytes)
-        if reduction[0]:
-            rows = reduced(access.read_global(cta, addresses, nbytes, None, what), rows, *reduction)
-        access.write_global(cta, addresses, rows, None if reduction[0] else op, what)
+        words = cta.smem.load(offsets[pieces.inside], pieces.nbytes, op, what)  # the rest may be anything
+        access.write_global(cta, addresses, words.view(np.uint8).reshape(-1, pieces.nbytes), op, what)
 
     cta.post(store)
     return task
-
-
-def reduced(old: Array, new: Array, reduce: str, kind: str) -> Array:
-    """Reduce rows of bytes, element by element."""
-    flat_old, flat_new = np.ascontiguousarray(old).ravel(), np.ascontiguousarray(new).ravel()
-    if kind == "bfloat16":
-        a, b = (floats.bf16_to_f32(x.view(np.uint16)) for x in (flat_old, flat_new))
-        result = floats.f32_to_bf16(UPDATES[reduce](a, b))
-    else:
-        dtype = np.dtype(kind.removesuffix("_ftz"))
-        result = UPDATES[reduce](flat_old.view(dtype), flat_new.view(dtype))
-    return np.ascontiguousarray(result).view(np.uint8).reshape(old.shape)
 
 
 # --- groups of stores -------------------------------------------------------------------------------------------------

@@ -14,23 +14,14 @@ from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.barriers import Meeting
 from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import called
-from cute_attn.emulator.memory import GENERIC_SHARED, OFFSET_MASK, RANK_SHIFT
+from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.warp_batch import WarpBatch
 
 
-@called("mapa{|.shared::cluster}{.u32|.u64}", operands=". u4", results=".", since=90, golden="cluster")
+@called("mapa{|.shared::cluster}.u32", operands=". u4", results=".", since=90, golden="cluster")
 def mapa(w: WarpBatch, mask: Array | None, address: Array, rank: Array) -> Array:
     """Map addresses to another CTA. The address of a CTA that does not exist is an error only when it is used."""
-    wide = address.astype(np.uint64) & np.uint64(OFFSET_MASK)
-    mapped = wide | rank.astype(np.uint64) << np.uint64(RANK_SHIFT)
-    generic = address.dtype.itemsize == 8 and bool((address >= np.uint64(GENERIC_SHARED)).any())
-    found: Array = (mapped | np.uint64(GENERIC_SHARED) if generic else mapped).astype(address.dtype)
-    return found
-
-
-@called("getctarank{|.shared::cluster}{.u32|.u64}", operands=".", results="u4", since=90, golden="cluster")
-def ctarank(w: WarpBatch, mask: Array | None, address: Array) -> Array:
-    return address.astype(np.uint32) >> np.uint32(RANK_SHIFT)
+    return address & np.uint32(OFFSET_MASK) | rank << np.uint32(RANK_SHIFT)
 
 
 _MEETING: dict[str, Any] = {"since": 90, "solo": True, "converges": True, "golden": "cluster"}

@@ -10,7 +10,6 @@ import numpy as np
 from cute_attn.emulator import formats
 from cute_attn.emulator.dtypes import DTYPES, Array, tag
 from cute_attn.emulator.emit import Emitter
-from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.isa import floats
 from cute_attn.emulator.isa.registry import called, computed, form
 from cute_attn.emulator.memory import GENERIC_SHARED
@@ -22,43 +21,16 @@ _BLACKWELL: dict[str, Any] = {"since": 100, "conformance": "unverified"}
 _ROUND = {".rni": "np.rint", ".rzi": "np.trunc", ".rmi": "np.floor", ".rpi": "np.ceil"}
 
 
-@form(f"cvt{{|.sat}}{_INTS}{_INTS}", golden="convert")
-def integer(e: Emitter, inst: Inst, sat: str, to: str, source: str) -> None:
-    want = tag(to)
-    convert = functools.partial(_clamp, DTYPES[want]) if sat else f"{{0}}.astype({want})"
-    e.compute(inst, convert, want, tag(source))
+@form(f"cvt{_INTS}{_INTS}", f"cvt.rn{{.f32|.f64|.f16}}{_INTS}", golden="convert")
+@form("cvt.rn.f32.f64", "cvt.f64.f32", "cvt{|.ftz}.f32.f16", golden="convert")
+def cast(e: Emitter, inst: Inst, *choices: str) -> None:
+    """Convert as numpy does: with the low bits of an integer, to nearest."""
+    to, source = map(tag, inst.op.split(".")[-2:])
+    e.compute(inst, f"{{0}}.astype({to})", to, source)
 
 
-def _clamp(want: np.dtype, x: Array) -> Array:  # type: ignore[type-arg]
-    limits = np.iinfo(want)
-    have = np.iinfo(x.dtype)
-    return np.clip(x, max(limits.min, have.min), min(limits.max, have.max)).astype(want)
-
-
-@form(f"cvt{{.rn|.rz|.rm|.rp}}{{.f32|.f64|.f16}}{_INTS}", golden="convert")
-def to_float(e: Emitter, inst: Inst, mode: str, to: str, source: str) -> None:
-    directed = mode != ".rn" and to != ".f64"
-    if directed and (to == ".f16" or source in (".u64", ".s64")):
-        raise PtxError(f"{inst.op}: directed rounding is supported from 32 bits to f32 only")
-    _round(e, inst, mode if directed else ".rn", tag(to), tag(source))
-
-
-@form("cvt{.rn|.rz|.rm|.rp}{|.ftz}.f32.f64", golden="convert")
-def narrow64(e: Emitter, inst: Inst, mode: str, ftz: str) -> None:
-    _round(e, inst, mode, "f4", "f8")
-
-
-def _round(e: Emitter, inst: Inst, mode: str, to: str, source: str) -> None:
-    e.compute(inst, f"{{0}}.astype({to})" if mode == ".rn" else functools.partial(_directed, mode[1:]), to, source)
-
-
-def _directed(mode: str, x: Array) -> Array:
-    wide = x.astype(np.float64)
-    return floats.directed(wide, np.zeros_like(wide), mode)
-
-
-@form(f"cvt{{.rni|.rzi|.rmi|.rpi}}{{|.ftz}}{{|.sat}}{_INTS}{{.f32|.f64|.f16}}", golden="convert")
-def to_integer(e: Emitter, inst: Inst, mode: str, ftz: str, sat: str, to: str, source: str) -> None:
+@form(f"cvt{{.rni|.rzi|.rmi|.rpi}}{_INTS}{{.f32|.f64|.f16}}", golden="convert")
+def to_integer(e: Emitter, inst: Inst, mode: str, to: str, source: str) -> None:
     convert = e.bind(functools.partial(_to_integer, DTYPES[tag(to)]), "to_integer")
     e.compute(inst, f"{convert}({_ROUND[mode]}({{0}}))", tag(to), tag(source))
 
@@ -76,67 +48,56 @@ def _to_integer(want: np.dtype, x: Array) -> Array:  # type: ignore[type-arg]
     return chosen
 
 
-@form("cvt{.rni|.rzi|.rmi|.rpi}{|.ftz}{|.sat}{.f32.f32|.f64.f64}", golden="convert")
-def to_whole(e: Emitter, inst: Inst, mode: str, ftz: str, sat: str, kinds: str) -> None:
+@form("cvt{.rni|.rzi|.rmi|.rpi}{.f32.f32|.f64.f64}", golden="convert")
+def to_whole(e: Emitter, inst: Inst, mode: str, kinds: str) -> None:
     e.compute(inst, f"{_ROUND[mode]}({{0}})")
 
 
-@form("cvt{|.ftz}{|.sat}.f32.f32", "cvt.f64.f32", "cvt{|.ftz}.f32.f16", "cvt{|.ftz}.f32.bf16", golden="convert")
-def widen(e: Emitter, inst: Inst, *options: str) -> None:
-    to, source = inst.op.split(".")[-2:]
-    text = f"{e.bind(floats.bf16_to_f32)}({{0}})" if source == "bf16" else f"{{0}}.astype({tag(to)})"
-    if ".sat" in options:
-        text = f"np.clip({text}, f4.type(0), f4.type(1))"
-    if ".ftz" in options and source == "f32":
-        text = f"{e.bind(floats.flush, 'flush')}({text})"
-    e.compute(inst, text, tag(to), tag(source))
+@form("cvt{|.ftz}.f32.bf16", golden="convert")
+def widen(e: Emitter, inst: Inst, ftz: str) -> None:
+    e.compute(inst, floats.bf16_to_f32, "f4", "u2")
 
 
-@form("cvt{.rn|.rz}{|.relu}{.f16|.bf16}.f32", golden="convert")
-def narrow(e: Emitter, inst: Inst, mode: str, relu: str, to: str) -> None:
+@form("cvt.rn{.f16|.bf16}.f32", golden="convert")
+def narrow(e: Emitter, inst: Inst, to: str) -> None:
     function = e.bind(floats.f32_to_f16 if to == ".f16" else floats.f32_to_bf16, "narrow")
-    source = "np.maximum({0}, f4.type(0))" if relu else "{0}"
-    e.compute(inst, f"{function}({source}, {mode[1:]!r})", tag(to), "f4")
+    e.compute(inst, f"{function}({{0}})", tag(to), "f4")
 
 
-@called("cvt{.rn|.rz}{|.relu}{.f16x2|.bf16x2}.f32", operands="$0 $1 $2 f4 f4", results="u4", golden="convert")
-def narrow_pair(w: WarpBatch, mask: Array | None, mode: str, relu: str, to: str, high: Array, low: Array) -> Array:
+@called("cvt.rn{.f16x2|.bf16x2}.f32", operands="$0 f4 f4", results="u4", golden="convert")
+def narrow_pair(w: WarpBatch, mask: Array | None, to: str, high: Array, low: Array) -> Array:
     """Convert a pair; operand a goes to the upper half."""
-    pairs = floats.interleaved(low, high)
-    return floats.packed(np.maximum(pairs, np.float32(0)) if relu else pairs, to, mode[1:])
+    return floats.packed(floats.interleaved(low, high), to)
 
 
 _TO_FP8: dict[str, Any] = {"results": "u2", "since": 89, "golden": "fp8"}
 
 
-@called("cvt.rn.satfinite{|.relu}{.e4m3x2|.e5m2x2}.f32", operands="$0 $1 f4 f4", **_TO_FP8)
-def to_fp8(w: WarpBatch, mask: Array | None, relu: str, to: str, high: Array, low: Array) -> Array:
+@called("cvt.rn.satfinite{.e4m3x2|.e5m2x2}.f32", operands="$0 f4 f4", **_TO_FP8)
+def to_fp8(w: WarpBatch, mask: Array | None, to: str, high: Array, low: Array) -> Array:
     """Convert a pair; operand a goes to the upper byte."""
-    return formats.encode(floats.interleaved(low, high), to[1:5], bool(relu)).view(np.uint16)
+    return formats.encode(floats.interleaved(low, high), to[1:5]).view(np.uint16)
 
 
-@called("cvt.rn.satfinite{|.relu}{.e4m3x2|.e5m2x2}.f16x2", operands="$0 $1 u4", **_TO_FP8)
-def halves_to_fp8(w: WarpBatch, mask: Array | None, relu: str, to: str, pairs: Array) -> Array:
-    return formats.encode(floats.halves(pairs, ".f16x2").ravel(), to[1:5], bool(relu)).view(np.uint16)
+@called("cvt.rn.satfinite{.e4m3x2|.e5m2x2}.f16x2", operands="$0 u4", **_TO_FP8)
+def halves_to_fp8(w: WarpBatch, mask: Array | None, to: str, pairs: Array) -> Array:
+    return formats.encode(floats.halves(pairs, ".f16x2").ravel(), to[1:5]).view(np.uint16)
 
 
-@called("cvt.rn.satfinite{|.relu}.e2m1x2.f32", operands="$0 f4 f4", results="u1", **_BLACKWELL)
-def to_fp4(w: WarpBatch, mask: Array | None, relu: str, high: Array, low: Array) -> Array:
+@called("cvt.rn.satfinite.e2m1x2.f32", operands="f4 f4", results="u1", **_BLACKWELL)
+def to_fp4(w: WarpBatch, mask: Array | None, high: Array, low: Array) -> Array:
     """Convert a pair; operand a goes to the upper four bits."""
-    packed: Array = formats.encode(low, "e2m1", bool(relu)) | (formats.encode(high, "e2m1", bool(relu)) << np.uint8(4))
+    packed: Array = formats.encode(low, "e2m1") | (formats.encode(high, "e2m1") << np.uint8(4))
     return packed
 
 
-@called("cvt.rn{|.relu}{.f16x2}{.e4m3x2|.e5m2x2}", operands="$0 $1 $2 u2", results="u4", since=89, golden="fp8")
-@called("cvt.rn{|.relu}{.bf16x2}{.e4m3x2|.e5m2x2}", operands="$0 $1 $2 u2", results="u4", **_BLACKWELL)
-@called("cvt.rn{|.relu}{.f16x2|.bf16x2}{.e2m1x2}", operands="$0 $1 $2 u1", results="u4", **_BLACKWELL)
-def from_small(w: WarpBatch, mask: Array | None, relu: str, to: str, source: str, x: Array) -> Array:
+@called("cvt.rn{.f16x2}{.e4m3x2|.e5m2x2}", operands="$0 $1 u2", results="u4", since=89, golden="fp8")
+@called("cvt.rn{.bf16x2}{.e4m3x2|.e5m2x2}", operands="$0 $1 u2", results="u4", **_BLACKWELL)
+@called("cvt.rn{.f16x2|.bf16x2}{.e2m1x2}", operands="$0 $1 u1", results="u4", **_BLACKWELL)
+def from_small(w: WarpBatch, mask: Array | None, to: str, source: str, x: Array) -> Array:
     kind = source[1:5]
     codes = np.stack([x & 15, x >> np.uint8(4)], axis=1) if kind == "e2m1" else np.ascontiguousarray(x).view(np.uint8)
-    wide = formats.decode(codes, kind)
-    if relu:
-        wide = np.where(np.isnan(wide), wide, np.maximum(wide, np.float32(0)))
-    return floats.packed(wide, to)
+    return floats.packed(formats.decode(codes, kind), to)
 
 
 computed(

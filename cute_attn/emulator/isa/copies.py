@@ -84,19 +84,16 @@ def ldmatrix_bytes(w: WarpBatch, mask: Array | None, matrices: str, address: Arr
 
 
 @called(
-    f"stmatrix.sync.aligned.m8n8.x{{1|2|4}}{{|.trans}}{_SHARED}.b16",
-    operands="$1 [u4] {u4}",
+    f"stmatrix.sync.aligned.m8n8.x{{1|2|4}}{_SHARED}.b16",
+    operands="[u4] {u4}",
     since=90,
     converges=True,
     golden="matrix",
 )
-def stmatrix(w: WarpBatch, mask: Array | None, trans: str, address: Array, sources: tuple[Array, ...]) -> None:
+def stmatrix(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
     count = len(sources)
     memory, offsets, agents, present = _rows(w, mask, address, count, "stmatrix")
     words = np.stack([w.full(s) for s in sources]).reshape(count, -1, 32)[:, present].transpose(1, 0, 2)
-    if trans:
-        pairs = np.ascontiguousarray(words).view(np.uint16).reshape(-1, count, 8, 4, 2)
-        words = pairs.transpose(0, 1, 3, 4, 2)
     rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, 16)
     memory.store(offsets, access.words_of(rows), agents, "stmatrix")
 

@@ -15,8 +15,8 @@ _LOW = np.int64((1 << 29) - 1)  # bits of a double beyond a float
 _HALF = np.int64(1 << 28)
 
 
-def fma32(a: Array, b: Array, c: Array, mode: str) -> Array:
-    """a * b + c in float32, rounded once, to nearest: the only `mode`."""
+def fma32(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c in float32, rounded once, to nearest."""
     product = a.astype(np.float64) * b  # exact: 48 bits
     addend = c.astype(np.float64)
     total = product + addend
@@ -36,33 +36,19 @@ def _to_odd(total: Array, x: Array, y: Array) -> Array:
     return odd
 
 
-def add32(a: Array, b: Array, mode: str) -> Array:
-    """a + b in float32, rounded by `mode` ("rn", "rz", "rm", "rp")."""
-    if mode == "rn":
-        total: Array = a + b
-        return total
+def add32_down(a: Array, b: Array) -> Array:
+    """a + b in float32, rounded down."""
     x, y = a.astype(np.float64), b.astype(np.float64)
-    found = directed(x + y, _error(x + y, x, y), mode)
-    if mode != "rm":
-        return found
-    # Exact zeros of numbers with opposite signs are -0 when rounding down.
+    exact = x + y
+    near = exact.astype(np.float32)
+    over = (near > exact) | ((near == exact) & (_error(exact, x, y) < 0))
+    found = np.where(over & np.isfinite(exact), np.nextafter(near, np.float32(-np.inf)), near)
+    # Exact zeros of numbers with opposite signs are -0.
     return np.where((found == 0) & (np.signbit(a) != np.signbit(b)), np.float32(-0.0), found)
 
 
-def sub32(a: Array, b: Array, mode: str) -> Array:
-    return add32(a, -b, mode)
-
-
-def mul32(a: Array, b: Array, mode: str) -> Array:
-    if mode == "rn":
-        product: Array = a * b
-        return product
-    exact = a.astype(np.float64) * b
-    return directed(exact, np.zeros_like(exact), mode)
-
-
-ROUNDED: dict[str, Callable[..., Array]] = {"add": add32, "sub": sub32, "mul": mul32, "fma": fma32}
-"""Arithmetic in float32; the last argument is the rounding mode."""
+def sub32_down(a: Array, b: Array) -> Array:
+    return add32_down(a, -b)
 
 
 def _error(total: Array, x: Array, y: Array) -> Array:
@@ -70,23 +56,6 @@ def _error(total: Array, x: Array, y: Array) -> Array:
     part = total - x
     error: Array = (x - (total - part)) + (y - part)
     return error
-
-
-def directed(value: Array, error: Array, mode: str) -> Array:
-    """Round float64 `value`, whose exact value differs by the sign of `error`, to float32 towards zero, down or up."""
-    near = value.astype(np.float32)
-    wide = near.astype(np.float64)
-    over = (wide > value) | ((wide == value) & (error < 0))
-    under = (wide < value) | ((wide == value) & (error > 0))
-    down = np.nextafter(near, np.float32(-np.inf))
-    up = np.nextafter(near, np.float32(np.inf))
-    if mode == "rm":
-        result: Array = np.where(over, down, near)
-    elif mode == "rp":
-        result = np.where(under, up, near)
-    else:
-        result = np.where(over & (value > 0), down, np.where(under & (value < 0), up, near))
-    return np.where(np.isfinite(value), result, near)
 
 
 def flush(x: Array) -> Array:
@@ -125,22 +94,18 @@ def bf16_to_f32(bits: Array) -> Array:
     return widened
 
 
-def f32_to_bf16(x: Array, mode: str = "rn") -> Array:
+def f32_to_bf16(x: Array) -> Array:
     """Convert to bits of bfloat16; NaN becomes 0x7FFF."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    if mode == "rn":
-        bits = bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))
+    bits = bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))
     found: Array = (bits >> np.uint32(16)).astype(np.uint16)
     missing = np.isnan(x)
     return np.where(missing, np.uint16(0x7FFF), found) if some(missing) else found
 
 
-def f32_to_f16(x: Array, mode: str = "rn") -> Array:
+def f32_to_f16(x: Array) -> Array:
     """Convert to float16; NaN becomes 0x7FFF."""
     half = np.asarray(x, np.float32).astype(np.float16)
-    if mode == "rz":
-        beyond = np.abs(half.astype(np.float32)) > np.abs(x)
-        half = np.where(beyond, np.nextafter(half, np.float16(0)), half)
     missing = np.isnan(half)
     return np.where(missing, np.array([0x7FFF], np.uint16).view(np.float16), half) if some(missing) else half
 
@@ -154,13 +119,17 @@ def interleaved(*parts: Array) -> Array:
 
 
 def halves(x: Array, kind: str) -> Array:
-    """Unpack words [n] of `kind` ".f16x2" or ".bf16x2" to float32 [n, 2]."""
+    """Unpack words [n] of `kind` ".f16x2", ".bf16x2" or ".f32x2" to float32 [n, 2]."""
+    if kind == ".f32x2":
+        return np.ascontiguousarray(x).view(np.float32).reshape(-1, 2)
     raw = np.ascontiguousarray(x).view(np.uint16).reshape(-1, 2)
     return raw.view(np.float16).astype(np.float32) if kind == ".f16x2" else bf16_to_f32(raw)
 
 
-def packed(x: Array, kind: str, mode: str = "rn") -> Array:
-    """Round float32 to 16 bits and pack neighbours into words of `kind`."""
-    narrow = f32_to_f16(x, mode) if kind == ".f16x2" else f32_to_bf16(x, mode)
+def packed(x: Array, kind: str) -> Array:
+    """Round float32 to half of the bits of `kind` and pack neighbours into its words."""
+    if kind == ".f32x2":
+        return np.ascontiguousarray(x, np.float32).reshape(-1).view(np.uint64)
+    narrow = f32_to_f16(x) if kind == ".f16x2" else f32_to_bf16(x)
     words: Array = np.ascontiguousarray(narrow).reshape(-1).view(np.uint32)
     return words

@@ -53,19 +53,16 @@ def _answer(ctas: list[Cta], barriers: list[mbarrier.Mbarrier], at: int, respons
 _QUERY = "clusterlaunchcontrol.query_cancel"
 
 
-@called(f"{_QUERY}.get_first_ctaid.v4.b32.b128", operands="v16", results="{u4}", **_UNVERIFIED)
-def first_cta(w: WarpBatch, mask: Array | None, response: Array) -> Array:
-    words: Array = np.ascontiguousarray(response).view(np.uint32).reshape(-1, 4).T.copy()
-    return words
-
-
 @called(f"{_QUERY}.get_first_ctaid{{::x|::y|::z}}.b32.b128", operands="$0 v16", results="u4", **_UNVERIFIED)
 def first_coordinate(w: WarpBatch, mask: Array | None, axis: str, response: Array) -> Array:
-    found: Array = first_cta(w, mask, response)["xyz".index(axis[-1])]
-    return found
+    return _word(response, "xyz".index(axis[-1]))
 
 
 @called(f"{_QUERY}.is_canceled.pred.b128", operands="v16", results="p", **_UNVERIFIED)
 def is_cancelled(w: WarpBatch, mask: Array | None, response: Array) -> Array:
-    found: Array = first_cta(w, mask, response)[3] != 0
-    return found
+    return _word(response, 3) != 0
+
+
+def _word(response: Array, index: int) -> Array:
+    words: Array = np.ascontiguousarray(response).view(np.uint32).reshape(-1, 4)[:, index].copy()
+    return words

@@ -1,14 +1,13 @@
-"""ld and st of the parameter, shared, shared::cluster, global and generic spaces."""
+"""ld and st of the parameter, shared, shared::cluster and global spaces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from cute_attn.emulator import access
-from cute_attn.emulator.dtypes import Array, some, tag
+from cute_attn.emulator.dtypes import Array, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.isa import order
@@ -25,9 +24,9 @@ _L1 = "{|.L1::no_allocate|.L1::evict_first|.L1::evict_last}"
 _PREFETCH = "{|.L2::64B|.L2::128B|.L2::256B}"
 _EVICT = f"{_L1}{_PREFETCH}"
 _STRONG = ".volatile|.relaxed.cta|.relaxed.cluster|.relaxed.gpu|.relaxed.sys"
+_TO_GLOBAL = f".global{{|.wb|.cg|.cs|.wt}}{_L1}{_SIZES}"
 _ORDERED = "{.cta|.cluster|.gpu|.sys}{|.global}{.b32|.u32|.s32|.b64|.u64|.s64}"
 _SHARED = f"{{|.weak|{_STRONG}}}.shared{{|::cta|::cluster}}{_SIZES}"
-_GENERIC = f"{{|.volatile|.relaxed.gpu}}{_SIZES}"
 
 
 @form(f"ld.param{{|.v2|.v4}}{_TYPES}", golden="memory")
@@ -44,46 +43,26 @@ def ld_param(e: Emitter, inst: Inst, vec: str, kind: str) -> None:
 # --- loads ------------------------------------------------------------------------------------------------------------
 
 
-_LOAD: dict[str, str] = {"operands": "$type $items [u8]", "results": "{.}", "golden": "memory"}
-
-
 @called(f"ld{_SHARED}", operands="$type $items [u4] $1", results="{.}", golden="memory")
 def ld_shared(w: WarpBatch, mask: Array | None, word: Any, count: int, address: Array, space: str) -> list[Array]:
     rows = access.load_shared(w, mask, address, word.itemsize * count, "ld.shared", space == "::cluster")
     return _columns(rows, word)
 
 
-def _ld_global(what: str, acquire: bool | None) -> Callable[..., list[Array]]:
-    """Loads from global memory; `acquire` is None for weak ones, which order nothing."""
-
-    def load(w: WarpBatch, mask: Array | None, word: Any, count: int, address: Array) -> list[Array]:
-        rows = access.load_global(w, mask, address, word.itemsize * count, what, strong=acquire is not None)
-        if acquire is not None:
-            order.observe(w, mask, address, acquire)
-        return _columns(rows, word)
-
-    return load
-
-
-called(
+@called(
     f"ld{{|.weak}}.global{_CACHE}{_EVICT}{_SIZES}",
     f"ld.global{{|.ca|.cg|.cs}}.nc{_EVICT}{_SIZES}",
-    **_LOAD,
-)(_ld_global("ld.global", None))
-called(f"ld{{{_STRONG}}}.global{_CACHE}{_EVICT}{_SIZES}", **_LOAD)(_ld_global("ld", False))
-called(f"ld.acquire{_ORDERED}", **_LOAD)(_ld_global("ld.acquire", True))
-
-
-@called(f"ld{_GENERIC}", **_LOAD)
-def ld_generic(w: WarpBatch, mask: Array | None, word: Any, count: int, address: Array) -> list[Array]:
-    shared, others = access.generic_spaces(w, mask, address)
-    nbytes = word.itemsize * count
-    rows: Array = np.zeros((w.size, nbytes), np.uint8)
-    if some(others):
-        rows = access.load_global(w, others, address, nbytes, "ld")
-    if some(shared):
-        low = w.full(address).astype(np.uint32)
-        rows = np.where(shared[:, None], access.load_shared(w, shared, low, nbytes, "ld", True), rows)
+    f"ld{{{_STRONG}}}.global{_CACHE}{_EVICT}{_SIZES}",
+    f"ld.acquire{_ORDERED}",
+    operands="$op $type $items [u8]",
+    results="{.}",
+    golden="memory",
+)
+def ld_global(w: WarpBatch, mask: Array | None, op: str, word: Any, count: int, address: Array) -> list[Array]:
+    strong = op.startswith(("ld.volatile", "ld.relaxed", "ld.acquire"))
+    rows = access.load_global(w, mask, address, word.itemsize * count, "ld.global", strong)
+    if strong:
+        order.observe(w, mask, address, acquire=op.startswith("ld.acquire"))
     return _columns(rows, word)
 
 
@@ -95,42 +74,24 @@ def _columns(rows: Array, word: Any) -> list[Array]:
 # --- stores -----------------------------------------------------------------------------------------------------------
 
 
-_STORE: dict[str, str] = {"operands": "[u8] {.}", "golden": "memory"}
-
-
 @called(f"st{_SHARED}", operands="[u4] {.} $1", golden="memory")
 def st_shared(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...], space: str) -> None:
     access.store_shared(w, mask, address, _rows(w, sources), "st.shared", space == "::cluster")
 
 
-def _st_global(what: str, release: bool | None) -> Callable[..., None]:
-    """Stores to global memory; `release` is None for weak ones, which order nothing."""
-
-    def store(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
-        access.store_global(w, mask, address, _rows(w, sources), what, strong=release is not None)
-        if release is not None:
-            order.publish(w, mask, address, release)
-
-    return store
-
-
-_TO_GLOBAL = f".global{{|.wb|.cg|.cs|.wt}}{_L1}{_SIZES}"
-called(f"st{{|.weak}}{_TO_GLOBAL}", **_STORE)(_st_global("st.global", None))
-called(f"st{{{_STRONG}}}{_TO_GLOBAL}", **_STORE)(_st_global("st", False))
-called(f"st.release{_ORDERED}", **_STORE)(_st_global("st.release", True))
-called("st.global.v8{.b32|.f32}", operands="[u8] {.}", since=100, conformance="unverified")(  # at multiples of 32
-    _st_global("st.global", None)
+@called("st.global.v8{.b32|.f32}", operands="$op [u8] {.}", since=100, conformance="unverified")  # at multiples of 32
+@called(
+    f"st{{|.weak}}{_TO_GLOBAL}",
+    f"st{{{_STRONG}}}{_TO_GLOBAL}",
+    f"st.release{_ORDERED}",
+    operands="$op [u8] {.}",
+    golden="memory",
 )
-
-
-@called(f"st{_GENERIC}", **_STORE)
-def st_generic(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
-    shared, others = access.generic_spaces(w, mask, address)
-    rows = _rows(w, sources)
-    if some(others):
-        access.store_global(w, others, address, rows, "st")
-    if some(shared):
-        access.store_shared(w, shared, w.full(address).astype(np.uint32), rows, "st", True)
+def st_global(w: WarpBatch, mask: Array | None, op: str, address: Array, sources: tuple[Array, ...]) -> None:
+    strong = op.startswith(("st.volatile", "st.relaxed", "st.release"))
+    access.store_global(w, mask, address, _rows(w, sources), "st.global", strong)
+    if strong:
+        order.publish(w, mask, address, release=op.startswith("st.release"))
 
 
 def _rows(w: WarpBatch, sources: tuple[Array, ...]) -> Array:

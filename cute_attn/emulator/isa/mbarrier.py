@@ -231,15 +231,6 @@ def _check_remote(cta: Cta, clocks: Clocks) -> None:
                 )
 
 
-@called("mbarrier.inval{|.shared|.shared::cta}.b64", operands="[]", golden="mbarrier")
-def inval(w: WarpBatch, mask: Array | None, address: Array) -> None:
-    for _, where in w.each(mask, address):
-        at(w.cta, where)
-        offset = where & OFFSET_MASK
-        del w.cta.mbarriers[offset]
-        w.cta.smem.valid.data[offset : offset + 8] = 0
-
-
 # --- arrivals ---------------------------------------------------------------------------------------------------------
 
 
@@ -258,28 +249,24 @@ def _check_straddling(w: WarpBatch, lane: int, barrier: Mbarrier, first: _Phases
         )
 
 
-_ARRIVE: dict[str, Any] = {"operands": "$0 $1 $2 $4 [] u4=1", "results": "u8", "golden": "mbarrier"}
+_ARRIVE: dict[str, Any] = {"operands": "$0 $1 $3 [] u4=1", "results": "u8", "golden": "mbarrier"}
 
 
-@called(f"mbarrier.{{arrive|arrive_drop}}{{}}{_SEM}{_SPACE}.b64", **_ARRIVE)
-@called(f"mbarrier.{{arrive|arrive_drop}}{{.expect_tx}}{_SEM}{_SPACE}.b64", since=90, **_ARRIVE)
+@called(f"mbarrier.arrive{{}}{_SEM}{_SPACE}.b64", **_ARRIVE)
+@called(f"mbarrier.arrive{{.expect_tx}}{_SEM}{_SPACE}.b64", since=90, **_ARRIVE)
 def arrive(
-    w: WarpBatch, mask: Array | None, how: str, expect: str, sem: str, space: str, address: Array, numbers: Array
+    w: WarpBatch, mask: Array | None, expect: str, sem: str, space: str, address: Array, numbers: Array
 ) -> Array:
-    """Arrive with a count, or once with expected bytes. The token is the number of the current phase."""
-    token = np.zeros(w.size, np.uint64)
+    """Arrive with a count, or once with expected bytes. The token is 0: tests are by parity."""
     first: _Phases = {}
     for lane, where, number in w.each(mask, address, numbers):
         barrier = at(w.cta, where, space in _ANYWHERE)
-        token[lane] = barrier.phase
         _check_straddling(w, lane, barrier, first)
-        if how == "arrive_drop":
-            barrier.count -= 1
         agent = int(w.lane_agents[lane])
         barrier.used_by(w.cta, "an arrival", agent=agent)
         barrier.arrive(agent, *((1, number) if expect else (number, 0)), relaxed=sem == ".relaxed")
     _go_on(w, mask)
-    return token
+    return np.zeros(1, np.uint64)
 
 
 @called(
@@ -299,9 +286,9 @@ def transaction(w: WarpBatch, mask: Array | None, how: str, space: str, address:
             barrier.advance()
 
 
-@called("cp.async.mbarrier.arrive{|.noinc}{|.shared|.shared::cta}.b64", operands="$0 []", golden="mbarrier")
-def copies_arrive(w: WarpBatch, mask: Array | None, noinc: str, address: Array) -> None:
-    """Arrive for each lane once its copies so far have landed; without .noinc, raise the pending count first."""
+@called("cp.async.mbarrier.arrive.noinc{|.shared|.shared::cta}.b64", operands="[]", golden="mbarrier")
+def copies_arrive(w: WarpBatch, mask: Array | None, address: Array) -> None:
+    """Arrive for each lane once its copies so far have landed."""
     from cute_attn.emulator.isa.copies import outstanding
 
     copies = {}
@@ -317,8 +304,6 @@ def copies_arrive(w: WarpBatch, mask: Array | None, noinc: str, address: Array) 
         landed = copies[int(w.row[lane])]
         if landed is not None:
             np.maximum(barrier.clock, landed, out=barrier.clock)
-        if not noinc:
-            barrier.pending += 1
         barrier.arrive(agent, 1)
     _go_on(w, mask)
 
@@ -326,13 +311,17 @@ def copies_arrive(w: WarpBatch, mask: Array | None, noinc: str, address: Array) 
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
-_TEST: dict[str, Any] = {"results": "p", "solo": True, "golden": "mbarrier"}
 _ACQUIRE = "{|.acquire|.relaxed}{|.cta|.cluster}"
 
 
-@called(f"mbarrier.{{test_wait|try_wait}}{{}}{_ACQUIRE}{_SPACE}.b64", operands="$1 $2 [] u8 ?", **_TEST)
-@called(f"mbarrier.{{test_wait|try_wait}}{{.parity}}{_ACQUIRE}{_SPACE}.b64", operands="$1 $2 [] u4 ?", **_TEST)
-def wait(w: WarpBatch, mask: Array | None, parity: str, sem: str, address: Array, expected: Array) -> Array:
+@called(
+    f"mbarrier.{{test_wait|try_wait}}.parity{_ACQUIRE}{_SPACE}.b64",
+    operands="$1 [] u4 ?",
+    results="p",
+    solo=True,
+    golden="mbarrier",
+)
+def wait(w: WarpBatch, mask: Array | None, sem: str, address: Array, expected: Array) -> Array:
     clocks = w.cta.clocks
     since, w.spin_since = w.spin_since, None
     if since is not None:
@@ -342,15 +331,14 @@ def wait(w: WarpBatch, mask: Array | None, parity: str, sem: str, address: Array
         barrier = at(w.cta, where)
         for agent in agents:
             barrier.seen(int(agent))
-        passed = (barrier.phase & 1) != (want & 1) if parity else barrier.phase > want
-        if passed:
+        if (barrier.phase & 1) != (want & 1):
             barrier.pass_(agents, sem == ".relaxed")
             w.passed = barrier.name
             done[some] = True
         else:
             w.spin_since = float(clocks.time[w.agents].max())
             w.spinning = (
-                f"{barrier.name}, {'parity' if parity else 'phase'} {want} "
+                f"{barrier.name}, parity {want} "
                 f"({barrier.pending} of {barrier.count} arrivals and {barrier.tx} bytes missing)"
             )
     return done
@@ -359,7 +347,7 @@ def wait(w: WarpBatch, mask: Array | None, parity: str, sem: str, address: Array
 def _tests(
     w: WarpBatch, mask: Array | None, address: Array, expected: Array
 ) -> Iterator[tuple[int, int, Array, Array]]:
-    """The tests that the lanes make, each once: address, expected phase, lanes, agents."""
+    """The tests that the lanes make, each once: address, expected parity, lanes, agents."""
     if len(address) == 1 and len(expected) == 1:
         yield int(address[0]), int(expected[0]), w.lanes(mask), w.active_agents(mask)
         return

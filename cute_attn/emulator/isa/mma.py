@@ -9,7 +9,6 @@ import numpy as np
 from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import Divergence
 from cute_attn.emulator.formats import DECODERS, Decode
-from cute_attn.emulator.isa import floats
 from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.warp_batch import WarpBatch
 
@@ -41,13 +40,13 @@ def _stack(w: WarpBatch, registers: tuple[Array, ...]) -> Array:
     return np.array([w.full(r) for r in registers])
 
 
-_MMA: dict[str, Any] = {"converges": True, "conformance": "approx", "golden": "mma"}
-_FLOAT32: dict[str, Any] = {"operands": "$1 {u4} {u4} {f4}", "results": "{f4}", **_MMA}
+_MMA: dict[str, Any] = {"operands": "$1 {u4} {u4} {f4}", "results": "{f4}", "converges": True}
+_MMA |= {"conformance": "approx", "golden": "mma"}
 EIGHT_BITS = "{.e4m3.e4m3|.e4m3.e5m2|.e5m2.e4m3|.e5m2.e5m2}"
 
 
-@called("mma.sync.aligned.m16n8{k16|k8}.row.col.f32{.f16.f16|.bf16.bf16}.f32", **_FLOAT32)
-@called(f"mma.sync.aligned.m16n8{{k32|k16}}.row.col.f32{EIGHT_BITS}.f32", since=89, **_FLOAT32)
+@called("mma.sync.aligned.m16n8{k16|k8}.row.col.f32{.f16.f16|.bf16.bf16}.f32", **_MMA)
+@called(f"mma.sync.aligned.m16n8{{k32|k16}}.row.col.f32{EIGHT_BITS}.f32", since=89, **_MMA)
 def mma(
     w: WarpBatch,
     mask: Array | None,
@@ -68,16 +67,6 @@ def _multiply_add(w: WarpBatch, a: Array, b: Array, c: Array) -> Array:
     fragments = product.reshape(len(w.warps), 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, w.size)
     total: Array = fragments + c
     return total
-
-
-@called("mma.sync.aligned.m16n8{k16|k8}.row.col.f16.f16.f16.f16", operands="{u4} {u4} {u4}", results="{u4}", **_MMA)
-def mma_f16(
-    w: WarpBatch, mask: Array | None, a: tuple[Array, ...], b: tuple[Array, ...], c: tuple[Array, ...]
-) -> list[Array]:
-    """Multiply and add with fp16 accumulators: two words of pairs."""
-    wide = DECODERS["f16"](_stack(w, c)).reshape(2, w.size, 2)
-    d = mma(w, mask, ".f16.f16", a, b, (wide[0, :, 0], wide[0, :, 1], wide[1, :, 0], wide[1, :, 1]))
-    return [floats.packed(d[i : i + 2].T, ".f16x2") for i in (0, 2)]
 
 
 @called("movmatrix.sync.aligned.m8n8.trans.b16", operands="u4", results="u4", converges=True, golden="matrix")

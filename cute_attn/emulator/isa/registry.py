@@ -9,7 +9,7 @@ a choice and `{|.ftz}` an option; every combination is one opcode, and the choic
         e.set(d, tag(kind), f"{e.get(a, tag(kind))} + {e.get(b, tag(kind))}")
 
 An opcode that no template yields is an error that names it. Templates are matched, not expanded: they stand for some
-70000 opcodes, of which a kernel has a hundred.
+60000 opcodes, of which a kernel has a hundred.
 """
 
 from __future__ import annotations

@@ -39,8 +39,6 @@ def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:
             rows = access.read_global(w.cta, np.array([address]), tensormap.BYTES, None, "a tensor map's read")
             raw = rows.tobytes()
         found = cache[address] = tensormap.decode(raw)
-        if tensormap.DTYPES[found.dtype] in tensormap.CONVERTING:
-            raise MemoryFault(f"the emulator has no copies of {tensormap.DTYPES[found.dtype]} by TMA")
     return found
 
 
@@ -89,20 +87,16 @@ def _check_place(tensor: tensormap.TensorMap, place: list[int], lane: int) -> No
         raise MemoryFault(f"TMA at {tuple(place)}: a box must start at a multiple of 16 bytes", lane)
 
 
-# --- tensors: stores and reductions -----------------------------------------------------------------------------------
+# --- tensors: stores --------------------------------------------------------------------------------------------------
 
 
 @called(
-    f"cp.async.bulk.tensor{_DIMS}.global.shared::cta{{}}{{|.tile}}.bulk_group{HINT}",
-    f"cp.reduce.async.bulk.tensor{_DIMS}.global.shared::cta{{.add|.min|.max|.inc|.dec|.and|.or|.xor}}"
-    f"{{|.tile}}.bulk_group{HINT}",
-    operands="$1 [u8]{i4} [u4]",
+    f"cp.async.bulk.tensor{_DIMS}.global.shared::cta{{|.tile}}.bulk_group{HINT}",
+    operands="[u8]{i4} [u4]",
     since=90,
     golden="tma",
 )
-def tensor_store(
-    w: WarpBatch, mask: Array | None, reduce: str, table: Array, coordinates: tuple[Array, ...], source: Array
-) -> None:
+def tensor_store(w: WarpBatch, mask: Array | None, table: Array, coordinates: tuple[Array, ...], source: Array) -> None:
     tasks: dict[tuple[int, ...], Task] = {}
     for lane, map_address, at, *place in w.each(mask, table, source, *coordinates):
         tensor = _map_at(w, map_address)
@@ -112,10 +106,9 @@ def tensor_store(
         if at % 128:
             raise MemoryFault(f"TMA store from shared {at:#x}, which is not aligned to 128 bytes", lane)
         # A warp whose 32 lanes all store one box issues 32 stores with the effect of one.
-        key = (int(w.row[lane]), map_address, at, *place, lane if reduce else 0)
+        key = (int(w.row[lane]), map_address, at, *place)
         if key not in tasks:
             op = w.begin_op(int(w.row[lane]), "TMA store")
             pieces = tensormap.chunks(tensor, place, tensor.stored_line_bytes)
-            reduction = reduce, tensormap.DTYPES[tensor.dtype]
-            tasks[key] = posted_store(w.cta, at, pieces, reduction, op, f"TMA store at {tuple(place)}")
+            tasks[key] = posted_store(w.cta, at, pieces, op, f"TMA store at {tuple(place)}")
         open_group(w, lane).append(tasks[key])

@@ -12,7 +12,7 @@ from cute_attn.emulator import smem_matrix
 from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
-from cute_attn.emulator.errors import MemoryFault, PtxError
+from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.formats import DECODERS
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.bulk import ranks_of
@@ -29,7 +29,16 @@ LATENCY = 300  # of virtual time, for the timeline
 KIND = "tcgen05.mma"  # the stream of products of a thread
 A_COLUMNS = 8  # of A in tensor memory
 _TYPES = {"f16": {0: "f16", 1: "bf16"}, "f8f6f4": {0: "e4m3", 1: "e5m2"}}
-_RESULTS = {0: "f16", 1: "f32"}
+_FIXED = {  # first bit of a field, number of bits, the value that is accepted: what others stand for
+    (0, 2, 0): "a sparsity selector",
+    (2, 1, 0): "sparse matrices",
+    (3, 1, 0): "saturation",
+    (4, 2, 1): "D of another type than f32",
+    (6, 1, 0): "a reserved bit",
+    (13, 2, 0): "negated operands",
+    (23, 1, 0): "a reserved bit",
+    (29, 3, 0): "reserved bits",
+}
 
 
 # --- instruction descriptors ------------------------------------------------------------------------------------------
@@ -37,16 +46,13 @@ _RESULTS = {0: "f16", 1: "f32"}
 
 @dataclass(frozen=True)
 class Instruction:
-    """Decoded instruction descriptor of D[m, n] += A[m, k] B[n, k], for `group` CTAs."""
+    """Decoded instruction descriptor of D[m, n] += A[m, k] B[n, k] in fp32, for `group` CTAs."""
 
     group: int
     m: int
     n: int
     a_type: str
     b_type: str
-    d_type: str
-    a_negated: bool
-    b_negated: bool
     a_mn_major: bool
     b_mn_major: bool
 
@@ -56,8 +62,8 @@ class Instruction:
         return self.m // self.group
 
     def lanes(self, lane: int) -> Array:
-        """Lanes of D in the order of the rows of `fold`. A single CTA with 64 rows uses half the lanes of each warp."""
-        if self.rows == 64 and self.group == 1:
+        """Lanes of the rows of A and D in one CTA. A CTA with 64 rows uses half the lanes of each warp."""
+        if self.rows == 64:
             if lane not in (0, 16):
                 raise PtxError(f"a product with M=64 at lane {lane} of tensor memory, accepted are 0 and 16")
             m = np.arange(64)
@@ -65,22 +71,6 @@ class Instruction:
         if lane != 0:
             raise PtxError(f"a product with M={self.m} at lane {lane} of tensor memory, accepted is 0")
         return np.arange(128)
-
-    def fold(self, d: Array) -> Array:
-        """Arrange D of one CTA [rows, n] as in tensor memory: with 64 rows per CTA of a pair, the right half is below
-        the left."""
-        if self.rows == 64 and self.group == 2:
-            return np.concatenate([d[:, : self.n // 2], d[:, self.n // 2 :]])
-        return d
-
-    def accumulate(self, product: Array, before: Array | None) -> Array:
-        """Words of D after accumulation onto the words `before`, if any."""
-        half = self.d_type == "f16"
-        if before is not None:
-            product = product + (DECODERS["f16"](before.astype(np.uint16)) if half else before.view(np.float32))
-        if half:
-            return product.astype(np.float16).view(np.uint16).astype(np.uint32)
-        return np.ascontiguousarray(product, np.float32).view(np.uint32)
 
 
 @functools.lru_cache(256)
@@ -93,16 +83,12 @@ def decode(word: int, kind: str, group: int) -> Instruction:
     def refuse(reason: str) -> PtxError:
         return PtxError(f"instruction descriptor {word:#010x} of .kind::{kind}, .cta_group::{group}: {reason}")
 
-    if bits(2, 1):
-        raise refuse("sparse matrices are not supported")
-    if bits(3, 1):
-        raise refuse("only integers saturate")
-    for low, count in {0: 2, 6: 1, 23: 1, 29: 3}.items():
-        if bits(low, count):
-            raise refuse(f"bits {low}..{low + count - 1} must be 0")
+    for (low, count, accepted), what in _FIXED.items():
+        if bits(low, count) != accepted:
+            raise refuse(f"bits {low}..{low + count - 1} stand for {what}, which is not supported")
     types = _TYPES[kind]
-    for name, code, table in (("A", bits(7, 3), types), ("B", bits(10, 3), types), ("D", bits(4, 2), _RESULTS)):
-        if code not in table:
+    for name, code in (("A", bits(7, 3)), ("B", bits(10, 3))):
+        if code not in types:
             raise refuse(f"the type of {name} is {code}")
     found = Instruction(
         group=group,
@@ -110,9 +96,6 @@ def decode(word: int, kind: str, group: int) -> Instruction:
         n=bits(17, 6) << 3,
         a_type=types[bits(7, 3)],
         b_type=types[bits(10, 3)],
-        d_type=_RESULTS[bits(4, 2)],
-        a_negated=bool(bits(13, 1)),
-        b_negated=bool(bits(14, 1)),
         a_mn_major=bool(bits(15, 1)),
         b_mn_major=bool(bits(16, 1)),
     )
@@ -123,14 +106,12 @@ def decode(word: int, kind: str, group: int) -> Instruction:
 
 
 def _wrong(x: Instruction) -> str:
-    sizes = {1: (64, 128), 2: (128, 256)}
+    sizes = {1: (64, 128), 2: (256,)}
     step = (16 if x.b_mn_major and smem_matrix.ITEM_BYTES[x.b_type] == 1 else 8) * x.group
     if x.m not in sizes[x.group]:
         return f"M={x.m}, accepted are {sizes[x.group]}"
     if not x.n or x.n > 256 or x.n % step:
         return f"N={x.n}, a multiple of {step} up to 256 is accepted"
-    if x.d_type == "f16" and x.a_type in _TYPES["f16"].values() and (x.a_type, x.b_type) != ("f16", "f16"):
-        return f"D of f16 with {x.a_type} and {x.b_type}"
     return ""
 
 
@@ -152,14 +133,12 @@ class _Product:
         x = self.what
         n = x.n // x.group
         right = np.concatenate([self._shared(cta, self.b, n, x.b_mn_major, x.b_type, op) for cta in ctas])
-        if x.b_negated:
-            right = -right
         for cta in ctas:
             if self.a_in_tmem:
                 left = self._tmem_a(cta, op)
             else:
                 left = self._shared(cta, self.a, x.rows, x.a_mn_major, x.a_type, op)
-            self._write(cta, (-left if x.a_negated else left) @ right.T, op)
+            self._write(cta, left @ right.T, op)
 
     def _shared(self, cta: Cta, descriptor: int, rows: int, mn_major: bool, kind: str, op: Op) -> Array:
         """Load an operand from shared memory of one CTA: [rows, k]."""
@@ -173,17 +152,15 @@ class _Product:
         lane, column = split_address(self.a)
         lanes = x.lanes(lane)
         words = memory_of(cta).load(places(lanes, column + np.arange(A_COLUMNS)), op, "tcgen05.mma (A)")
-        if len(lanes) > x.rows and not (words[: x.rows] == words[x.rows :]).all():
-            raise MemoryFault("A in tensor memory: lanes 64..127 must repeat lanes 0..63 where each CTA has 64 rows")
-        return DECODERS[x.a_type](np.ascontiguousarray(words[: x.rows]))
+        return DECODERS[x.a_type](np.ascontiguousarray(words))
 
     def _write(self, cta: Cta, product: Array, op: Op) -> None:
         memory = memory_of(cta)
         lane, column = split_address(self.d)
-        folded = self.what.fold(product)
-        place = places(self.what.lanes(lane), column + np.arange(folded.shape[1]))
-        before = memory.load(place, op, "tcgen05.mma (D)") if self.keep else None
-        memory.store(place, self.what.accumulate(folded, before), op, "tcgen05.mma (D)")
+        place = places(self.what.lanes(lane), column + np.arange(self.what.n))
+        if self.keep:
+            product = product + memory.load(place, op, "tcgen05.mma (D)").view(np.float32)
+        memory.store(place, np.ascontiguousarray(product, np.float32).view(np.uint32), op, "tcgen05.mma (D)")
 
 
 def _check_tensor_memory(x: Instruction, d: int, a: int | None) -> None:

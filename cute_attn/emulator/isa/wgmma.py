@@ -53,8 +53,6 @@ class Product:
     kinds: tuple[str, str]
     a: smem_matrix.Operand | Array
     b: smem_matrix.Operand
-    signs: tuple[int, int]
-    half: bool  # accumulators are pairs of f16
     old: Product | list[Any] | None  # the accumulators, if they count: those of a product, or registers
     op: Op
     clocks: Array  # of each warp at the issue
@@ -64,27 +62,23 @@ class Product:
     def run(self, w: WarpBatch) -> None:
         if self.sums is not None:
             return
-        b = self.signs[1] * self._load(w, self.b, 0, self.n, self.kinds[1], slice(None))
-        a = self.signs[0] * (self._left(w, self.a) if isinstance(self.a, smem_matrix.Operand) else self.a)
+        b = self._load(w, self.b, 0, self.n, self.kinds[1], slice(None))
+        a = self._left(w, self.a) if isinstance(self.a, smem_matrix.Operand) else self.a
         old = self._old(w)
-        if smem_matrix.ITEM_BYTES[self.kinds[0]] == 1 and not self.half:
+        if smem_matrix.ITEM_BYTES[self.kinds[0]] == 1:
             zeros = np.zeros((len(w.warps), 16, self.n), np.float32)
             self.sums = narrow_sums.multiply_add(a, b, zeros if old is None else old)
             return
         # In fp64, as in mma.sync: a row's place in the tile must not matter.
         product = np.matmul(a.astype("f8"), b.T.astype("f8")).astype("f4")
-        total = product if old is None else product + old
-        self.sums = total.astype("f2").astype("f4") if self.half else total
+        self.sums = product if old is None else product + old
 
     def _old(self, w: WarpBatch) -> Array | None:
         """The accumulators that count, like `sums`."""
         if self.old is None or isinstance(self.old, Product):
             return None if self.old is None else self.old.sums
-        registers = np.array([w.full(_value_of(x).view(np.uint32)) for x in self.old])
-        if self.half:
-            pairs = registers.view(np.float16).reshape(-1, w.size, 2).transpose(0, 2, 1)
-            registers = np.ascontiguousarray(pairs, np.float32)
-        pieces = registers.view(np.float32).reshape(self.n // 8, 2, 2, len(w.warps), 8, 4)
+        registers = np.array([w.full(_value_of(x).view(np.float32)) for x in self.old])
+        pieces = registers.reshape(self.n // 8, 2, 2, len(w.warps), 8, 4)
         return pieces.transpose(3, 1, 4, 0, 5, 2).reshape(len(w.warps), 16, self.n)
 
     @functools.cached_property
@@ -94,11 +88,7 @@ class Product:
         """
         assert self.sums is not None
         pieces = self.sums.reshape(-1, 2, 8, self.n // 8, 4, 2)
-        found = pieces.transpose(3, 1, 5, 0, 2, 4).reshape(self.n // 2, -1)
-        if not self.half:
-            return found
-        pairs = found.reshape(self.n // 4, 2, -1).astype(np.float16).transpose(0, 2, 1)
-        return np.ascontiguousarray(pairs).view(np.uint32)[..., 0]
+        return pieces.transpose(3, 1, 5, 0, 2, 4).reshape(self.n // 2, -1)
 
     def _left(self, w: WarpBatch, operand: smem_matrix.Operand) -> Array:
         """The 16 rows of A of each warp."""
@@ -170,26 +160,27 @@ def fence(w: WarpBatch, mask: Array | None) -> None:
     w.before_split = _complete_all
 
 
-@form(f"wgmma.mma_async.sync.aligned.m64{_N}k16{{.f32|.f16}}{{.f16.f16|.bf16.bf16}}", **_PRODUCT)
-@form(f"wgmma.mma_async.sync.aligned.m64{_N}k32{{.f32|.f16}}{EIGHT_BITS}", **_PRODUCT)
-def product(e: Emitter, inst: Inst, n: str, to: str, types: str) -> None:
+@form(f"wgmma.mma_async.sync.aligned.m64{_N}k16.f32{{.f16.f16|.bf16.bf16}}", **_PRODUCT)
+@form(f"wgmma.mma_async.sync.aligned.m64{_N}k32.f32{EIGHT_BITS}", **_PRODUCT)
+def product(e: Emitter, inst: Inst, n: str, types: str) -> None:
     d, a, b, keep, *rest = inst.operands
     kinds = tuple(types[1:].split("."))
     sign_a, sign_b, *majors = [e.number(inst, x) for x in rest]
+    if (sign_a, sign_b) != (1, 1):
+        raise PtxError(f"{inst.op} of negated operands is not supported")
     major_a, major_b = [0] * (2 - len(majors)) + majors  # of operands in shared memory, if they have 16 bits
     in_registers = isinstance(a, Vec)
     indices, fragments = ([x.index for x in e.items(of) if isinstance(x, Reg)] for of in (d, a))
-    half = to == ".f16"
-    if len(indices) != int(n[1:]) // (4 if half else 2):
+    if len(indices) != int(n[1:]) // 2:
         raise PtxError(f"{inst.op} with {len(indices)} accumulators")
     majors_are = bool(major_a), bool(major_b)
-    how = e.bind((int(n[1:]), kinds, (sign_a, sign_b), majors_are, half, indices, fragments, inst), "wgmma")
+    how = e.bind((int(n[1:]), kinds, majors_are, indices, fragments, inst), "wgmma")
     left = e.values(a, "u4") if in_registers else e.get(a, "u8")
     e.call(_issue, [how, left, e.get(b, "u8"), e.get(keep, "p")])
 
 
 def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Array, keep: Array) -> None:
-    n, kinds, signs, majors, half, indices, fragments, inst = how
+    n, kinds, majors, indices, fragments, inst = how
     whole(w, mask, "wgmma")
     if w.wgmma_fenced is None:
         raise RegisterFault("wgmma.mma_async without a wgmma.fence before it")
@@ -211,7 +202,7 @@ def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Ar
     old = None if not accumulate else registers[0].product if chained else registers
     seen[:, :, op.agent] = op.epoch
     w.cta.clocks.go_on(w.agents[1:])
-    product = Product(n, kinds, left, right, signs, half, old, op, seen)
+    product = Product(n, kinds, left, right, old, op, seen)
     product.marks = [InFlight(product, position) for position in range(len(indices))]
     for index, mark in zip(indices, product.marks, strict=True):
         R[index] = mark

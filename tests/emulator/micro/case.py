@@ -25,7 +25,6 @@ class Map:
     swizzle: int = 0
     where: str = "in"
     offset: int = 0
-    nan_fill: bool = False
     l2: int = 0
 
     @property

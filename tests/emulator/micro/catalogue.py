@@ -36,7 +36,3 @@ def maps() -> Iterator[Map]:
         dims, strides = (64, 3, 5, 7, 9)[:rank], (256, 1 << 13, 1 << 21, 1 << 37)[: rank - 1]
         yield Map("float16", dims, strides, (32, 2, 3, 4, 5)[:rank], 2)
     yield Map("float16", (1 << 31, 1 << 20), ((1 << 40) - 16,), (64, 256), 3)
-    for dtype in ("float16", "bfloat16", "float32"):
-        yield Map(dtype, (64, 100), (256,), (8, 7), nan_fill=True)
-    for dtype in ("float32_ftz", "tfloat32", "tfloat32_ftz"):
-        yield Map(dtype, (64, 100), (256,), (8, 7))

@@ -86,9 +86,10 @@ def _matrices() -> Iterator[Case]:
             text, form, words = _rows(), f"sync.aligned.m8n8.x{count}{trans}.shared.b16", f"{{{', '.join(registers)}}}"
             text.add(f"ldmatrix.{form} {words}, [%r9];")
             yield lane_case("matrix", f"ldmatrix.x{count}{trans}", text, registers, data)
-            text = _rows().add(*(f"mad.lo.u32 %r{i}, %me, 65537, {i * 4096 + 256};" for i in range(count)))
-            text.add(f"stmatrix.{form} [%r9], {words};")
-            yield Case("matrix", f"stmatrix.x{count}{trans}", text.dump_shared(1024).ptx(), data, 1024)
+            if not trans:
+                text = _rows().add(*(f"mad.lo.u32 %r{i}, %me, 65537, {i * 4096 + 256};" for i in range(count)))
+                text.add(f"stmatrix.{form} [%r9], {words};")
+                yield Case("matrix", f"stmatrix.x{count}", text.dump_shared(1024).ptx(), data, 1024)
 
 
 def _rows() -> Text:

@@ -64,5 +64,4 @@ def encoded(tensor: Map, base: int) -> bytes:
         tensor.box,
         swizzle=tensor.swizzle,
         l2=tensor.l2,
-        nan_fill=tensor.nan_fill,
     )

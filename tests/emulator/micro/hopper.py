@@ -58,11 +58,8 @@ def _products() -> Iterator[Case]:
         for b in ("e4m3", "e5m2"):
             yield product(a, b, 128, 3, (0, 0))
             yield product(a, b, 32, 3, (0, 0), registers=True)
-    yield product("f16", "f16", 64, 3, (0, 0), half=True)
     yield product("f16", "f16", 64, 3, (0, 0), step=32)  # the second k step of a swizzled line
     yield product("bf16", "bf16", 64, 3, (0, 0), step=96)
-    yield product("f16", "f16", 64, 3, (0, 0), signs=(-1, 1))
-    yield product("f16", "f16", 64, 3, (0, 0), signs=(1, -1))
 
 
 def _operand(text: Text, index: int, start: int, leading: int, stride: int, swizzle: int) -> None:
@@ -93,33 +90,31 @@ def product(
     majors: tuple[int, int],
     *,
     registers: bool = False,
-    half: bool = False,
     step: int = 0,
-    signs: tuple[int, int] = (1, 1),
 ) -> Case:
     """D = A B + D of small integers; the bytes of both operands are as random as the integers: whatever the layout, the
     sums are exact."""
     wide = "16" in a
-    name = f"{a}.{b}.n{n}.sw{swizzle}.{majors[0]}{majors[1]}" + (".rs" if registers else "") + (".half" if half else "")
-    name += (f".k{step}" if step else "") + ("" if signs == (1, 1) else f".{signs[0]}{signs[1]}")
+    name = f"{a}.{b}.n{n}.sw{swizzle}.{majors[0]}{majors[1]}" + (".rs" if registers else "")
+    name += f".k{step}" if step else ""
     per = 2 if wide else 1
     blob = small(a, A_BYTES // per, name + "a", 2).tobytes() + small(b, B_BYTES // per, name + "b", 2).tobytes()
-    count = n // 4 if half else n // 2
+    count = n // 2
     text = Text(threads=128, smem=A_BYTES + B_BYTES).fill_shared(A_BYTES + B_BYTES)
     text.add(f".reg .b32 %d<{count}>;")
     for i in range(count):
         text.add(f"mad.lo.u32 %r1, %me, {count}, {i};", "and.b32 %r1, %r1, 7;", "cvt.rn.f32.u32 %r1, %r1;")
-        text.add("cvt.rn.f16x2.f32 %r1, %r1, %r1;" if half else "", f"mov.b32 %d{i}, %r1;")
+        text.add(f"mov.b32 %d{i}, %r1;")
     for index, (rows, start) in enumerate(((64, 0), (n, A_BYTES))):
         _operand(text, index, start + step, *strides(rows, swizzle, bool(majors[index])), swizzle)
     left = "%rd10"
     if registers:
         text.add("mov.u32 %r2, sm;", "mad.lo.u32 %r2, %me, 16, %r2;", "ld.shared.v4.b32 {%r4, %r5, %r6, %r7}, [%r2];")
         left = "{%r4, %r5, %r6, %r7}"
-    shape = f"m64n{n}k{16 if wide else 32}.{'f16' if half else 'f32'}.{a}.{b}"
+    shape = f"m64n{n}k{16 if wide else 32}.f32.{a}.{b}"
     transposed = (f", {majors[1]}" if registers else f", {majors[0]}, {majors[1]}") if wide else ""
-    _multiply(text, shape, count, left, f"{signs[0]}, {signs[1]}{transposed}")
-    return Case("wgmma", name, text.ptx(), blob, 128 * 4 * count, unit="f2" if half else "f4", threads=128)
+    _multiply(text, shape, count, left, f"1, 1{transposed}")
+    return Case("wgmma", name, text.ptx(), blob, 128 * 4 * count, unit="f4", threads=128)
 
 
 NARROW_N = 16
@@ -205,15 +200,10 @@ def _loads() -> Iterator[Case]:
     yield _load(
         "load.5d", Map("float32", (16, 5, 4, 3, 4), (64, 320, 1280, 3840), (8, 3, 2, 2, 2), 1), (4, 3, -1, 2, 3)
     )
-    for dtype in ("float16", "bfloat16", "float32"):
-        item = 4 if dtype == "float32" else 2
-        tensor = Map(dtype, (40, 10), (160,), (64 // item * 2, 6), 3, nan_fill=True)
-        yield _load(f"load.nan.{dtype}", tensor, (8, 7))
     yield _load("load.1d.aligned", Map("uint8", (1000,), (), (256,)), (896,))
     yield _load("load.1d.float16", Map("float16", (500,), (), (64,), 3), (448,))
     yield _load("load.2d.sw3.4.0", Map("bfloat16", (100, 50), (208,), (64, 24), 3), (4, 0))
     yield _load("load.edge.uint8", Map("uint8", (101, 50), (112,), (64, 24), 2), (64, 40))
-    yield _load("load.edge.nan", Map("bfloat16", (36, 10), (80,), (64, 6), 3, nan_fill=True), (8, 7))
 
 
 def _stores() -> Iterator[Case]:
@@ -221,57 +211,37 @@ def _stores() -> Iterator[Case]:
         width = {0: 64, 1: 16, 2: 32, 3: 64}[swizzle]
         tensor = Map("bfloat16", (100, 50), (208,), (width, 24), swizzle, "out")
         for x, y in ((0, 0), (72, 40), (-8, -3)):
-            yield _store(f"store.2d.sw{swizzle}.{x}.{y}", tensor, (x, y), "")
+            yield _store(f"store.2d.sw{swizzle}.{x}.{y}", tensor, (x, y))
     for x, y in ((0, -3), (-8, 0), (104, 0), (0, 60), (4, 0)):
-        yield _store(f"store.2d.sw3.{x}.{y}", Map("bfloat16", (100, 50), (208,), (64, 24), 3, "out"), (x, y), "")
-    yield _store("store.edge.uint8", Map("uint8", (101, 50), (208,), (64, 24), 2, "out"), (64, 40), "")
-    yield _store("store.edge.float32", Map("float32", (50, 50), (208,), (32, 24), 3, "out"), (32, 40), "")
-    yield _store("reduce.edge.uint32", Map("uint32", (49, 40), (256,), (32, 16), 3, "out"), (40, 30), "add")
-    yield _store("reduce.edge.bfloat16", Map("bfloat16", (99, 40), (256,), (64, 16), 3, "out"), (40, 30), "add")
+        yield _store(f"store.2d.sw3.{x}.{y}", Map("bfloat16", (100, 50), (208,), (64, 24), 3, "out"), (x, y))
+    yield _store("store.edge.uint8", Map("uint8", (101, 50), (208,), (64, 24), 2, "out"), (64, 40))
+    yield _store("store.edge.float32", Map("float32", (50, 50), (208,), (32, 24), 3, "out"), (32, 40))
     four = Map("float16", (64, 12, 3, 4), (384, 128, 6144), (64, 6, 2, 2), 3, "out")
-    yield _store("store.4d", four, (0, 8, 2, 1), "")
-    for op in ("add", "min", "max", "and", "or", "xor", "inc", "dec"):
-        yield _store(f"reduce.{op}.uint32", Map("uint32", (60, 40), (256,), (32, 16), 3, "out"), (40, 30), op)
-    for op in ("add", "min", "max"):
-        yield _store(f"reduce.{op}.float16", Map("float16", (120, 40), (256,), (64, 16), 3, "out"), (40, 30), op)
-        yield _store(f"reduce.{op}.bfloat16", Map("bfloat16", (120, 40), (256,), (64, 16), 3, "out"), (40, 30), op)
-    yield _store("reduce.add.float32", Map("float32", (60, 40), (256,), (32, 16), 3, "out"), (40, 30), "add")
+    yield _store("store.4d", four, (0, 8, 2, 1))
 
 
-def _store(name: str, tensor: Map, coordinates: tuple[int, ...], op: str) -> Case:
+def _store(name: str, tensor: Map, coordinates: tuple[int, ...]) -> Case:
     rank = len(tensor.dims)
     target = TARGET_BYTES if rank == 2 else 4 * 6144
     text = Text(threads=128, smem=SMEM, maps=1).fill_shared(SMEM)
     setup, place = _place(coordinates)
     text.add("setp.ne.u32 %p1, %me, 0;", "@%p1 bra DONE;", "mov.u32 %r8, sm;", *setup)
-    reduce, kind = (".reduce", f".{op}") if op else ("", "")
-    form = f"cp{reduce}.async.bulk.tensor.{rank}d.global.shared::cta{kind}.tile.bulk_group"
+    form = f"cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group"
     text.add(f"{form} {place}, [%r8];", "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;", "DONE:")
-    data, initial = _contents(name, tensor.dtype if op or tensor.dtype == "float32" else "bytes", target)
+    data, initial = _numbers(name)[:SMEM], _numbers(name + "o")[:target]
+    if tensor.dtype == "float32":
+        sizes = ((SMEM, name), (target, name + "o"))
+        data, initial = (rng(of).integers(-9, 9, n // 4).astype(np.float32).tobytes() for n, of in sizes)
     return Case("tma", name, text.ptx(), data, target, "u1", threads=128, maps=(tensor,), initial=initial)
-
-
-def _contents(name: str, dtype: str, target: int) -> tuple[bytes, ...]:
-    """What shared memory has and what `target` bytes of the output hold before: numbers whose sums are exact."""
-    kind = {"float16": "f16", "bfloat16": "bf16"}.get(dtype, dtype)
-    if kind in ("f16", "bf16"):
-        return tuple(small(kind, n // 2, name + of).tobytes() for n, of in ((SMEM, ""), (target, "o")))
-    if kind in ("f32", "float32"):
-        sizes = ((SMEM, ""), (target, "o"))
-        return tuple(rng(name + of).integers(-9, 9, n // 4).astype(np.float32).tobytes() for n, of in sizes)
-    return _numbers(name)[:SMEM], _numbers(name + "o")[:target]
 
 
 def _bulk() -> Iterator[Case]:
     copy = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r8], [%src], {SMEM}, [%r9];"
     text = _brought(Text(threads=128, smem=SMEM + 128), SMEM, copy)
     yield Case("tma", "bulk.load", text.ptx(), _numbers("bulk.load"), SMEM, "u1", threads=128)
-    for op in ("", "add.f32", "add.u32", "min.s32", "add.noftz.f16", "add.noftz.bf16"):
-        name = f"bulk.store.{op or 'plain'}"
-        text = Text(threads=128, smem=SMEM).fill_shared(SMEM).add("mov.u32 %r8, sm;", "setp.ne.u32 %p1, %me, 0;")
-        reduce, kind = (".reduce", f".{op}") if op else ("", "")
-        form = f"cp{reduce}.async.bulk.global.shared::cta.bulk_group{kind}"
-        text.add("@%p1 bra DONE;", f"{form} [%dst], [%r8], {SMEM};", "cp.async.bulk.commit_group;")
-        text.add("cp.async.bulk.wait_group 0;", "DONE:")
-        data, initial = _contents(name, op.split(".")[-1], SMEM)
-        yield Case("tma", name, text.ptx(), data, SMEM, "u1", threads=128, initial=initial)
+    name = "bulk.store.plain"
+    text = Text(threads=128, smem=SMEM).fill_shared(SMEM).add("mov.u32 %r8, sm;", "setp.ne.u32 %p1, %me, 0;")
+    text.add("@%p1 bra DONE;", f"cp.async.bulk.global.shared::cta.bulk_group [%dst], [%r8], {SMEM};")
+    text.add("cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;", "DONE:")
+    data, initial = _numbers(name)[:SMEM], _numbers(name + "o")[:SMEM]
+    yield Case("tma", name, text.ptx(), data, SMEM, "u1", threads=128, initial=initial)

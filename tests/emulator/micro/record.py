@@ -109,7 +109,7 @@ class Device:
             0,
             tensor.swizzle,
             tensor.l2,
-            int(tensor.nan_fill),
+            0,  # fill with zeros
         )
         if status:
             raise DriverError(f"cuTensorMapEncodeTiled: {status} for {tensor}")
