@@ -191,6 +191,12 @@ def rules_of(arch: Arch, bits: int) -> tuple[Rule[Rings], ...]:
     return RULES.get((arch.capability[0], bits), RULES[0, bits])
 
 
+def key_edges(arch: Arch, bits: int) -> list[int]:
+    """Return the numbers of keys, in order, at which another rule may apply."""
+    ranges = [rule.when["keys"] for rule in rules_of(arch, bits) if "keys" in rule.when]
+    return sorted({edge for keys in ranges if isinstance(keys, range) for edge in (keys.start, keys.stop)})
+
+
 def find(arch: Arch, bits: int, head_dim: int, shape: Shape) -> Rule[Rings]:
     """Return the rule that a launch follows over a cache of `bits` per element."""
     row = head_dim * bits // 8

@@ -6,28 +6,25 @@ launches, each plan writes them to the same address.
 
 from __future__ import annotations
 
+import bisect
 import functools
 from typing import NamedTuple
 
 import numpy as np
 
+from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host.batch import BatchRun, Launched, Memory
 from cute_attn.kernels.host.family import KernelLaunch
+from cute_attn.kernels.host.features import kv_dtype
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, launch_nothing, optional_tensors
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
 from cute_attn.kernels.rules import Rule
+from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host.prepared import XqaKernel, fire_in_scratch, one_page
-from cute_attn.kernels.xqa.host.variant import (
-    LaunchConfig,
-    launch_config,
-    rule_of,
-    shape_of,
-    shape_of_call,
-    specs,
-)
+from cute_attn.kernels.xqa.host.variant import LaunchConfig, launch_config, rule_of, shape_of, shape_of_call, specs
 from cute_attn.kernels.xqa.spec import CTA_REQUESTS, LengthsSpec
 from cute_attn.kernels.xqa.tiles import Rings
 from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Problem, Settings
@@ -197,14 +194,16 @@ class XqaFamily:
 
     def scheduler(self, settings: Settings, arch: Arch, sms: int) -> Scheduler[LaunchConfig]:
         """Returns what schedules single requests of these settings."""
-        by_rule: dict[tuple[int, Rule[Rings]], SingleSchedule[LaunchConfig]] = {}
+        edges = tiles.key_edges(arch, KV_BITS[kv_dtype(settings.features)])  # between which lengths have one schedule
+        schedules: dict[tuple[int, int], SingleSchedule[LaunchConfig]] = {}
 
         def scheduled(qo_len: int, kv_len: int) -> SingleSchedule[LaunchConfig]:
-            key = qo_len, rule_of(settings.features, arch, shape_of(1, settings, qo_len, kv_len))
-            if key not in by_rule:
-                config = prepared(launch_config, settings, *key, arch, sms)
-                by_rule[key] = SingleSchedule(config, 1, 1, config.grid_of(1), (1, 0, 1, 1), config.partial_bytes)
-            return by_rule[key]
+            key = qo_len, bisect.bisect(edges, kv_len)
+            if key not in schedules:
+                rule = rule_of(settings.features, arch, shape_of(1, settings, qo_len, kv_len))
+                config = prepared(launch_config, settings, qo_len, rule, arch, sms)
+                schedules[key] = SingleSchedule(config, 1, 1, config.grid_of(1), (1, 0, 1, 1), config.partial_bytes)
+            return schedules[key]
 
         return scheduled
 
