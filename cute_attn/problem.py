@@ -305,7 +305,7 @@ class BatchPlan:
     workspace: torch.Tensor
     validate: bool  # check page numbers before every launch
     backend: str = ""  # its name
-    load: Any = None  # `dispatch.capabilities.Load` by which the backend was chosen; None: a run had a part in that
+    load: Any = None  # `dispatch.capabilities.Load` by which the plan chose the backend; None: a run chose it
     staging: Any = None  # `runtime.staging.Staging` of the schedule
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # of CUDA graphs, by name
     cached_runs: dict[Any, Any] = field(default_factory=dict)  # `wrappers.calls.Entry` by key

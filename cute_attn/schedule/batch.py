@@ -248,8 +248,8 @@ def _split(tiles: Items, num_splits: np.ndarray, chunk: int) -> Splits:
         begin, end = np.maximum(start, items.begin), np.minimum(start + chunk, items.end)
         visible = _visible(begin, end, items.gap)
     else:
-        of = num_splits.repeat(num_splits)
-        begin, end = index * items.visible // of, (index + 1) * items.visible // of
+        parts = num_splits.repeat(num_splits)
+        begin, end = index * items.visible // parts, (index + 1) * items.visible // parts
         begin, end, visible = items.seen(begin), items.seen(end - 1) + 1, end - begin
     items = items._replace(begin=begin, end=end, visible=visible, partial=partial)
     return Splits(items, tiles, several.nonzero()[0], num_splits[several])

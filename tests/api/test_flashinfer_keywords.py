@@ -1,6 +1,6 @@
 """Every parameter with a default in FlashInfer 0.7.2's attention calls: another value changes the result or is refused.
 
-A third case is listed here with its reason: what asks for nothing that a result shows (`NO_EFFECT`). Numbers are
+A third case is listed here with its reason: what changes nothing that a result shows (`NO_EFFECT`). Numbers are
 compared with oracles elsewhere (`test_honour.py`, `tests/engines`); here nothing may be dropped without a word.
 """
 

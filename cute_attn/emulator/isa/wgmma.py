@@ -178,7 +178,7 @@ def product(e: Emitter, inst: Inst, n: str, to: str, types: str) -> None:
     sign_a, sign_b, *majors = [e.number(inst, x) for x in rest]
     major_a, major_b = [0] * (2 - len(majors)) + majors  # of operands in shared memory, if they have 16 bits
     in_registers = isinstance(a, Vec)
-    indices, fragments = ([x.index for x in e.items(of) if isinstance(x, Reg)] for of in (d, a))
+    indices, fragments = ([x.index for x in e.items(operand) if isinstance(x, Reg)] for operand in (d, a))
     half = to == ".f16"
     if len(indices) != int(n[1:]) // (4 if half else 2):
         raise PtxError(f"{inst.op} with {len(indices)} accumulators")
