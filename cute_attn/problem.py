@@ -154,7 +154,7 @@ class BatchLengths:
         key_bounds: np.ndarray | None = None,  # multi-item scoring: int32 [rows, 2], for every row of q the end of
         # ^ the prefix and the first key of its item, which does not decrease within a request; keys between are hidden
         q_len: int | None = None,  # query tokens of every request, where the plan fixes them (decode)
-        last_page_len: np.ndarray | None = None,  # paged: [batch_size], tokens in each request's last page
+        last_page_len: np.ndarray | None = None,  # paged: [batch_size], tokens in last pages; buffers of graphs take it
         kv_indices: torch.Tensor | None = None,  # paged: int32 on the device once the wrapper has copied it there
     ) -> None:
         self.qo_indptr, self.kv_indptr, self.kv_len = qo_indptr, kv_indptr, kv_len
