@@ -150,7 +150,7 @@ class BatchLengths:
         key_bounds: np.ndarray | None = None,  # multi-item scoring: int32 [rows, 2], for every row of q the end of
         # ^ the prefix and the first key of its item, which does not decrease within a request; keys between are hidden
         q_len: int | None = None,  # query tokens of every request, where the plan fixes them (decode)
-        last_page_len: np.ndarray | None = None,  # paged: [batch_size], tokens in each request's last page
+        last_page_len: np.ndarray | None = None,  # paged: [batch_size], tokens in last pages; buffers of graphs take it
         kv_indices: torch.Tensor | None = None,  # paged: int32 on the device once the wrapper has copied it there
     ) -> None:
         self.qo_indptr, self.kv_indptr, self.kv_len = qo_indptr, kv_indptr, kv_len
@@ -297,7 +297,7 @@ class BatchPlan:
     workspace: torch.Tensor
     validate: bool  # check page numbers before every launch
     backend: str = ""  # its name
-    load: Any = None  # `dispatch.capabilities.Load` by which the backend was chosen; None: a run had a part in that
+    load: Any = None  # `dispatch.capabilities.Load` by which the plan chose the backend; None: a run chose it
     staging: Any = None  # `runtime.staging.Staging` of the schedule
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # of CUDA graphs, by name
     cached_runs: dict[Any, Any] = field(default_factory=dict)  # `wrappers.calls.Entry` by key

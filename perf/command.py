@@ -214,8 +214,8 @@ def csv_lines(record: Mapping[str, Any], tag: str, routine: str) -> list[dict[st
     lines = []
     for row in record["rows"]:
         for name, entry in row["candidates"].items():
-            of = {"TFLOP/s": "tflops", "GB/s": "gb_per_s"}[row["unit"]]
-            columns = {of: "speed", "share_of_ceiling": "share", "error": "error", "reason": "reason"}
+            named = {"TFLOP/s": "tflops", "GB/s": "gb_per_s"}[row["unit"]]
+            columns = {named: "speed", "share_of_ceiling": "share", "error": "error", "reason": "reason"}
             found = {column: entry.get(key, "") for column, key in columns.items()}
             found["median_ms"] = entry["median_us"] / 1e3 if "median_us" in entry else ""
             where = {"case_tag": tag, "routine": routine or row.get("section", ""), "problem": row["name"]}

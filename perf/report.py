@@ -137,7 +137,7 @@ def transformers_tables(record: Record) -> list[str]:
     speeds = [
         [row["name"], key, *(cell(row["speed"].get(name, {}), key, ".0f") for name in names)]
         for row in rows
-        for key in dict.fromkeys(key for of in row["speed"].values() for key in of)
+        for key in dict.fromkeys(key for timed in row["speed"].values() for key in timed)
     ]
     off = [[row["name"], *(cell(row["error"], name, ".1e") for name in names)] for row in rows]
     missing = [f"- {row['name']}, {name}: {why}" for row in rows for name, why in row["reasons"].items()]

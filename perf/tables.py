@@ -40,6 +40,7 @@ README_ROWS = (  # use, name of the row
     ("Decode, ", "d128 h64/8 page64 b256 q1 kv1024 full bfloat16 kv-e4m3"),
 )
 NONE = "-"
+COLUMNS = (OURS, "lengths on the host", "best peer", "ratio")  # ours: "auto", first with lengths on the GPU
 FLASHINFER = "FlashInfer fa2"
 HOST_PEERS = ("torch flash", "FlashInfer")
 FLASHINFER_CALLS = {  # single calls, which the record of host times names otherwise
@@ -115,9 +116,7 @@ def source(record: Record) -> str:
 
 
 def section_table(*sections: str, results: Path = RESULTS) -> str | None:
-    """Returns the records of the sections, and their rows with the results of all GPUs side by side: ours, the best
-    peer, ratio; None if there is no record.
-    """
+    """Returns the records of the sections, and their rows on all GPUs side by side; None if there is no record."""
     measured = _measured(sections, results)
     sources = dict.fromkeys(f"{source(record)}.\n" for found in measured.values() for record, _ in found)
     return f"{''.join(sources)}\n{_side_by_side(measured)}\n" if measured else None
@@ -140,15 +139,12 @@ def _side_by_side(
         if row := every.get(name):
             cells = [cell for own in by_name.values() for cell in _beside_peer(own.get(name))]
             lines.append([f"{use}{label(row)}, {row['unit']}", *cells])
-    heads = [f"{GPUS[gpu]}: {what}" for gpu in measured for what in (OURS, "best peer", "ratio")]
+    heads = [f"{GPUS[gpu]}: {what}" for gpu in measured for what in COLUMNS]
     return table(["", *heads], lines)
 
 
 def random_table(results: Path = RESULTS) -> str | None:
-    """Returns, of rows drawn at random on every GPU, the summary of each phase and the rows with the lowest ratios:
-    what "auto" takes with index arrays on the GPU, beside the same with these on the host, and the best peer; None
-    without records.
-    """
+    """Returns each phase's summary and lowest ratios of every GPU's random rows; None without records."""
     tables = [_lowest(record) for gpu in GPUS if (record := find(gpu, "random_rows", results))]
     return "\n".join(tables) or None
 
@@ -160,9 +156,8 @@ def _lowest(record: Record) -> str:
         numbers = summary(compared)
         found.append(f"{section}: {len(compared)} rows, geometric mean {numbers['mean']:.2f}.")
         for row in sorted(compared, key=lambda row: float(row["ratio"]))[:LOWEST_ROWS]:
-            ours = (cell(row["candidates"].get(name, {}), "speed", ".0f") for name in (OURS, HOST_LENGTHS))
-            lines.append([f"{label(row)}, {row['unit']}", *ours, *_beside_peer(row)[1:]])
-    return f"{' '.join(found)}\n\n{table([LOWEST_TITLE, OURS, 'lengths on the host', 'best peer', 'ratio'], lines)}\n"
+            lines.append([f"{label(row)}, {row['unit']}", *_beside_peer(row)])
+    return f"{' '.join(found)}\n\n{table([LOWEST_TITLE, *COLUMNS], lines)}\n"
 
 
 def host_table(results: Path = RESULTS) -> str | None:
@@ -212,6 +207,9 @@ def readme_table(results: Path = RESULTS) -> str:
 
 
 def _beside_peer(row: Row | None) -> list[str]:
-    entries, name = (row["candidates"], row["best_peer"]) if row else ({}, None)
-    peer = f"{entries[name]['speed']:.0f} ({PEERS.get(name, name)})" if name else NONE
-    return [cell(entries.get(OURS, {}), "speed", ".0f"), peer, cell(row or {}, "ratio")]
+    """Returns a row's `COLUMNS`. Records before 2026-11-26 have lengths on the host alone, and so has their ratio."""
+    entries, name = (row["candidates"], row["best_peer"]) if row else ({}, "")
+    ours, host = entries.get(OURS, {}), entries.get(HOST_LENGTHS)
+    cells = [cell(entry, "speed", ".0f") for entry in ((ours, host) if host else ({}, ours))]
+    peer = entries[name]["speed"] if name else None
+    return [*cells, *([f"{peer:.0f} ({PEERS.get(name, name)})", f"{ours['speed'] / peer:.2f}"] if peer else [NONE] * 2)]

@@ -44,8 +44,8 @@ def _vote(votes: dict[int, dict[str, int]], operands: Sequence[Operand], kind: s
         if isinstance(operand, Vec):
             _vote(votes, operand.items, kind, weight)
         elif isinstance(operand, Reg) and kind not in ("", "p"):
-            of = votes.setdefault(operand.index, {})
-            of[kind] = of.get(kind, 0) + weight
+            by_kind = votes.setdefault(operand.index, {})
+            by_kind[kind] = by_kind.get(kind, 0) + weight
 
 
 class Emitter:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,7 +120,7 @@ def flash_attention_forward(query: torch.Tensor, *others: Any, **options: Any) -
     Returns
     -------
     aten's five results: out like query, fp32 lse `[batch_size, heads, tokens]` or `[heads, tokens]`, and three tensors
-    without content.
+    without content. Rows of no request, before cum_seq_q[0] or from its last on, have out 0 and lse -inf.
 
     Raises
     ------
@@ -235,10 +235,10 @@ def _ragged(operands: Operands, cum_seq_q: torch.Tensor, cum_seq_k: torch.Tensor
     qo_indptr, kv_indptr = map(torch.from_numpy, unplanned.host_arrays(bounds, q.device))
     lengths = IndexArrays(tuple(bounds), qo_indptr, kv_indptr).on_host()
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
-    rows = lengths.rows
-    _clear(operands, rows)
+    first, rows = lengths.first_row, lengths.rows
+    _clear(operands, bounds, slice(first), slice(rows, None))
     computed = _planned(q[:rows], Keys(k, v), out[:rows], lengths, band)
-    lse[:, :rows].copy_(computed.t()).mul_(math.log(2.0))
+    lse[:, first:rows].copy_(computed[first:].t()).mul_(math.log(2.0))
     return lse
 
 
@@ -250,7 +250,8 @@ def _paged(
     if max_q > 1 and not band.causal:
         _refuse("block_table without a causal mask", "several query tokens see keys up to their own", "window (-1, 0)")
     lse = q.new_full((q.shape[0], q.shape[1]), -math.inf, dtype=torch.float32)
-    _clear(operands, 0)  # only the device knows how many rows the requests have
+    arrays = {"cum_seq_q": cum_seq_q, "block_table": block_table, "seqused_k": seq_lens}
+    _clear(operands, arrays, slice(None))  # only the device knows which rows are of requests
     xqa_batch_decode_with_kv_cache(
         q,
         (k, v),
@@ -268,11 +269,12 @@ def _paged(
     return _natural(lse.t(), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32))
 
 
-def _clear(operands: Operands, first: int) -> None:
-    """Write 0 to the rows of out from `first` on, which may be of no request; an out that holds operands is refused."""
+def _clear(operands: Operands, arrays: Mapping[str, torch.Tensor | None], *rows: slice) -> None:
+    """Write 0 to `rows` of out, which may be of no request; an out that holds what the call reads is refused."""
     q, k, v, out = operands
-    checks.apart((("out", out),), (("query", q), ("key", k), ("value", v)))
-    out[first:].zero_()
+    checks.apart((("out", out),), (("query", q), ("key", k), ("value", v), *arrays.items()))
+    for some in rows:
+        out[some].zero_()
 
 
 def _planned(q: torch.Tensor, keys: Keys, out: torch.Tensor, lengths: BatchLengths, band: Band) -> torch.Tensor:

@@ -22,6 +22,7 @@ import cute_attn.cascade
 import cute_attn.concat_ops
 import cute_attn.decode
 import cute_attn.exports
+import cute_attn.flash_mla
 import cute_attn.mla
 import cute_attn.page
 import cute_attn.prefill
@@ -31,9 +32,12 @@ import cute_attn.xqa
 from cute_attn.ops import declare
 from cute_attn.runtime import switches
 
-# Modules under FlashInfer's names, which hold all that is public; `utils` only describes devices. A name that is asked
-# of `cute_attn` would stay there as it is now, without an observer.
-PUBLIC = "attention", "cascade", "concat_ops", "decode", "mla", "page", "prefill", "quantization", "sparse", "xqa"
+# Modules under FlashInfer's and FlashMLA's names, which hold all that is public; `utils` only describes devices. A name
+# that is asked of `cute_attn` would stay there as it is now, without an observer.
+PUBLIC = (
+    *("attention", "cascade", "concat_ops", "decode", "flash_mla", "mla", "page", "prefill", "quantization"),
+    *("sparse", "xqa"),
+)
 MODULES = {name: sys.modules[f"cute_attn.{name}"] for name in PUBLIC}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cute_attn.errors import ArgumentError
+from cute_attn.flash_mla import SchedMeta
 from cute_attn.mla import MLAPlanMetadata
 from cute_attn.problem import short
 
@@ -64,6 +65,8 @@ class Snapshot:
             return {"tuple" if isinstance(value, tuple) else "list": items}
         if isinstance(value, dict):
             return {"dict": [[key, self.encode(item, f"{name}[{key!r}]", scratch)] for key, item in value.items()]}
+        if isinstance(value, SchedMeta):  # no call reads it
+            return None
         if isinstance(value, MLAPlanMetadata):
             return {"mla_metadata": self.encode(vars(value), name, scratch)}
         return {"other": f"{type(value).__name__}: {repr(value)[:REPR_LENGTH]}"}

@@ -177,8 +177,8 @@ def check_rows(
     """
     for (name, x), cache in zip(rows.items(), caches, strict=True):
         expected = None, cache.shape[2], packing * cache.shape[3]
-        axes, of = "[nnz, num_kv_heads, head_dim]", "paged_kv_cache's device"
-        checks.operand(name, x, dtypes or (cache.dtype,), expected, axes, cache.device, of)
+        axes, where = "[nnz, num_kv_heads, head_dim]", "paged_kv_cache's device"
+        checks.operand(name, x, dtypes or (cache.dtype,), expected, axes, cache.device, where)
     check_same_rows(rows)
 
 
@@ -189,8 +189,8 @@ def latent_rows(name: str, rows: Any, cache_name: str, cache: Any) -> tuple[torc
         raise checks.wrong(f"{cache_name} must have shape [num_pages, page_size, n]", cache)
     checks.dense(cache_name, cache)
     checks.check_grad(cache_name, cache)
-    axes, of = f"[nnz, {cache.shape[2]}]", f"{cache_name}'s device"
-    rows = checks.operand(name, rows, (cache.dtype,), (None, cache.shape[2]), axes, cache.device, of)
+    axes, where = f"[nnz, {cache.shape[2]}]", f"{cache_name}'s device"
+    rows = checks.operand(name, rows, (cache.dtype,), (None, cache.shape[2]), axes, cache.device, where)
     return rows[:, None], cache[:, :, None]
 
 

@@ -24,7 +24,7 @@ NO_WINDOWS = (-1, -1)
 
 
 class RunArguments(NamedTuple):
-    """The arguments of a `run` as the user gave them; the defaults ask for nothing."""
+    """The arguments of a `run` as the user gave them; the defaults change nothing."""
 
     q: Any
     kv_cache: Any  # paged: one tensor, or a pair; ragged: the pair (k, v)

@@ -256,10 +256,10 @@ def increasing(name: str, bounds: np.ndarray, most: int, what: str = "") -> None
         raise ArgumentError(f"{name} must stay within 0..{most}{what}, got {bounds[0]}..{bounds[-1]}")
 
 
-def device(name: str, value: torch.Tensor, expected: torch.device, of: str = "q's device") -> None:
+def device(name: str, value: torch.Tensor, expected: torch.device, whose: str = "q's device") -> None:
     """Check that a tensor is on a device. `of`: what the message calls that."""
     if value.device != expected:
-        raise wrong(f"{name} must be on {of} {expected}", value)
+        raise wrong(f"{name} must be on {whose} {expected}", value)
 
 
 def usable_device(name: str, value: Any) -> torch.device:
@@ -286,7 +286,7 @@ def operand(
     expected: tuple[int | None, ...],
     meaning: str,
     on: torch.device | None = None,
-    of: str = "q's device",
+    whose: str = "q's device",
 ) -> torch.Tensor:
     """Check for a tensor of a dtype, a shape (see `shape`) and a device (None: any that the host can read), which torch
     wants no derivative of.
@@ -295,7 +295,7 @@ def operand(
     dtype(name, value.dtype, dtypes)
     shape(name, value, expected, meaning)
     if on is not None:
-        device(name, value, on, of)
+        device(name, value, on, whose)
     check_grad(name, value)
     return value
 

@@ -133,15 +133,15 @@ class MlaLengths(NamedTuple):
 
     def on_host(self, page_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Check the keys of each request, and return them and the index of its first page. On a GPU they are read."""
-        kv_len, size, of = self.kv_len_arr.cpu().numpy().astype(np.int64), self.kv_indices.shape[-1], "kv_indices"
+        kv_len, size, source = self.kv_len_arr.cpu().numpy().astype(np.int64), self.kv_indices.shape[-1], "kv_indices"
         if self.kv_indptr is None:
             bounds = np.arange(self.batch_size + 1) * size
             room = np.full_like(kv_len, size * page_size)
         else:
-            bounds, of = self.kv_indptr.cpu().numpy().astype(np.int64), "kv_indptr"
-            checks.increasing(of, bounds, MAX_INDEX)
+            bounds, source = self.kv_indptr.cpu().numpy().astype(np.int64), "kv_indptr"
+            checks.increasing(source, bounds, MAX_INDEX)
             room = np.diff(np.minimum(bounds, size)) * page_size
-        what = f", the tokens of a request's pages in {of}"
+        what = f", the tokens of a request's pages in {source}"
         checks.each_within("kv_len_arr", kv_len, np.minimum(room, MAX_KV_LEN), what)
         return kv_len, bounds[:-1]
 

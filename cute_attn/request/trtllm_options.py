@@ -1,4 +1,4 @@
-"""Options of FlashInfer's TRT-LLM functions: what asks for nothing is accepted, what has no meaning here is refused,
+"""Options of FlashInfer's TRT-LLM functions: what changes nothing is accepted, what has no meaning here is refused,
 as is its container of NVFP4 outputs.
 """
 

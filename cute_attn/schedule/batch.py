@@ -249,8 +249,8 @@ def _split(tiles: Items, num_splits: np.ndarray, chunk: int) -> Items:
         begin, end = np.maximum(start, items.begin), np.minimum(start + chunk, items.end)
         visible = _visible(begin, end, items.gap)
     else:
-        of = num_splits.repeat(num_splits)
-        begin, end = index * items.visible // of, (index + 1) * items.visible // of
+        parts = num_splits.repeat(num_splits)
+        begin, end = index * items.visible // parts, (index + 1) * items.visible // parts
         begin, end, visible = items.seen(begin), items.seen(end - 1) + 1, end - begin
     return items._replace(begin=begin, end=end, visible=visible, partial=partial)
 

@@ -65,17 +65,17 @@ def best_cut(visible: bytes, params: SchedulerParams, capacity: Capacity) -> Cut
 def _best_cut(visible: np.ndarray, params: SchedulerParams, capacity: Capacity) -> Cut | None:
     """Returns the best of all splits; None where none pays."""
     longest, total = largest(visible) if len(visible) else 0, int(np.add.reduce(visible, dtype=np.int64))
-    more, of = BALANCED  # of so many waves that longest-first order fills the last one well, no split pays
+    more, whole = BALANCED  # of so many waves that longest-first order fills the last one well, no split pays
     if longest < 2 * params.min_split_tiles or capacity.merges < 1 or capacity.partials < 2:
         return None
-    if longest * params.resident_ctas * of <= (more - of) * total * params.num_kv_heads:
+    if longest * params.resident_ctas * whole <= (more - whole) * total * params.num_kv_heads:
         return None
     sizes, counts = _histogram(visible, longest)
     costs = sizes * UNIT + ITEM_TIME
     share = int(costs.dot(counts)) * params.num_kv_heads // params.resident_ctas
     waves = counts[::-1].cumsum() * -params.num_kv_heads // params.resident_ctas  # below 0: this rounds up
     unsplit = max(share, -int((waves * costs[::-1]).min()))  # of the fullest CTA
-    if unsplit * of <= share * more:
+    if unsplit * whole <= share * more:
         return None
     chunks = candidates(longest, total, params)
     estimates = _makespans(sizes, counts, chunks, params, capacity)

@@ -125,7 +125,7 @@ PROBLEMS = {
     "ragged": on_hopper(ragged, **dims(128)),
     "gathered": on_hopper(gathered),
     "fp8": on_hopper(fp8),
-    "xqa": Problems("sm_90a", "xqa", 2, (batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(2, 1), **dims(128)),)),
+    "xqa": Problems("sm_90a", "xqa", 2, (batch_decode((300, 5, 0, 4000), kv_dtype=E4M3, **heads(2, 1), **dims(128)),)),
     # Latent attention: segments that are cut, whole and empty, rows of two groups; one of more CTAs than merge at once.
     "latent": Problems(
         "sm_90a",

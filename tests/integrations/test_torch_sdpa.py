@@ -129,19 +129,20 @@ def test_varlen_over_pages() -> None:
         varlen_attn(q, *cache, cum_q, None, 5, 8, **paged)
 
 
-@pytest.mark.parametrize("paged", [False, True])
-def test_rows_of_no_request_are_empty(paged: bool) -> None:
-    """Past the last request, whatever the memory of out held: 0, and an lse of -inf, as for a token without keys."""
+@pytest.mark.parametrize(("paged", "first"), [(False, 0), (True, 0), (False, 1)])
+def test_rows_of_no_request_are_empty(paged: bool, first: int) -> None:
+    """Whatever the memory of out held: 0, and an lse of -inf, as for a token without keys."""
     q, k = torch.randn(5, HEADS, DIM).bfloat16(), torch.randn(*((4, 4) if paged else (12,)), KV_HEADS, DIM).bfloat16()
-    cum_q, cum_k, lens = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 3], [0, 3, 7], [3, 4]))
+    cum_q, cum_k, lens = (torch.tensor(x, dtype=torch.int32) for x in ([first, 1 + first, 3], [0, 3, 7], [3, 4]))
     pages = {"seqused_k": lens, "block_table": torch.tensor([[0], [2]], dtype=torch.int32)} if paged else {}
     out = torch.full_like(q, math.nan)
     given = q, k, k, cum_q, None if paged else cum_k, 2, 4, 0.0, True, False
     lse = aten_flash.flash_attention_into(out, *given, **pages)
-    assert not out[3:].any()
-    assert (lse[:, 3:] == -math.inf).all()
-    assert out[:3].isfinite().all()
-    assert lse[:, :3].isfinite().all()
+    of_requests = torch.tensor([first <= row < 3 for row in range(5)])
+    assert not out[~of_requests].any()
+    assert (lse[:, ~of_requests] == -math.inf).all()
+    assert out[of_requests].isfinite().all()
+    assert lse[:, of_requests].isfinite().all()
     with pytest.raises(cute_attn.ArgumentError, match="out requires grad"):
         aten_flash.flash_attention_into(out.clone().requires_grad_(), *given, **pages)
     for operand in (q, k.flatten()[: q.numel()].view(q.shape)):

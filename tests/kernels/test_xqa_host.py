@@ -101,6 +101,19 @@ def test_one_request_of_few_keys_and_several_kv_heads_has_larger_clusters() -> N
     assert (ring.warps, ring.cluster_size) == (4, 8)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 4, 12])
+@pytest.mark.parametrize("window", [-1, 100, 600])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_80"])
+def test_one_request_follows_its_rule_whatever_its_keys(arch: str, window: int, kv_heads: int) -> None:
+    """A schedule serves all numbers of keys for which one rule holds: those around every number that a rule names."""
+    gpu, settings = Gpu(named(arch), CPU, 132), even_settings(BF16, kv_heads)._replace(window_left=window)
+    scheduled = FAMILY.scheduler(settings, gpu.arch, gpu.sms)
+    edges = (144, 145, 512, 513, 1024, 1025, 8192, 8193, 100_000)
+    for kv_len in sorted({max(1, edge + i) for edge in edges for i in (-6, -1, 0, 1)}):
+        rule = variant.rule_of(settings.features, gpu.arch, variant.shape_of(1, settings, 1, kv_len))
+        assert scheduled(1, kv_len).tile == launch_config(settings, 1, rule, gpu.arch, gpu.sms)
+
+
 def decode_problem(**changes: Any) -> DecodeProblem:
     """A call without a plan whose scratch is exactly large enough, unless `changes` say otherwise."""
     q, cache = torch.zeros(2, 4, 64).bfloat16(), torch.zeros(3, 16, 2, 64).bfloat16()

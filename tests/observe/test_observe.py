@@ -58,6 +58,9 @@ ragged.plan(i32(0, 3), i32(0, 50), 4, 2, head_dim=64)
 latent = cute_attn.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
 metadata = cute_attn.MLAPlanMetadata.csr(i32(0, 1), i32(0, 1), i32(2), i32(9))
 latent.plan(None, None, None, None, 2, 512, 64, 16, False, 0.1, q.dtype, q.dtype, metadata=metadata)
+from cute_attn.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+rows = torch.zeros(1, 1, 4, 576).bfloat16(), torch.zeros(2, 16, 1, 576).bfloat16()
+flash_mla_with_kvcache(*rows, i32(1, 0)[None], i32(20), 512, *get_mla_metadata())
 print(ranges[2:])  # without the trial
 """
 
@@ -82,6 +85,7 @@ NAMES = (
     "concat_mla_k",
     *("BatchPrefillWithRaggedKVCacheWrapper.__init__", "BatchPrefillWithRaggedKVCacheWrapper.plan"),
     *("BatchMLAPagedAttentionWrapper.__init__", "BatchMLAPagedAttentionWrapper.plan"),  # not of its metadata
+    *("get_mla_metadata", "flash_mla_with_kvcache"),
 )
 
 

@@ -122,8 +122,14 @@ def test_tables_show_the_numbers_of_their_records(results: Path) -> None:
     row = rows["d128 h32/8 ragged b4 q4096 kv4096 causal bfloat16"]
     own, peer = (row["candidates"][name]["speed"] for name in ("cute_attn", "flash-attn-4"))
     line = next(line for line in tables.readme_table(results).splitlines() if "4 x 4096, 32/8" in line)
-    cells = f"{own:.0f} | {peer:.0f} (FA4) | {row['ratio']:.2f}"
+    cells = f"- | {own:.0f} | {peer:.0f} (FA4) | {row['ratio']:.2f}"  # a record of lengths on the host
     assert line == f"| Prefill, bf16, 4 x 4096, 32/8 heads, d 128, causal, TFLOP/s | {cells} | {cells} |"
+    now = json.loads((results / "2026-11-24_h200_anchors.json").read_text())
+    for row in now["rows"]:
+        row["candidates"][tables.HOST_LENGTHS] = {"speed": 77.0}
+    (results / "2026-11-25_h200_anchors.json").write_text(json.dumps(now))
+    assert f"| {cells} | {cells.replace('- | ', '').replace(' | ', ' | 77 | ', 1)} |" in tables.readme_table(results)
+    (results / "2026-11-25_h200_anchors.json").unlink()
     assert tables.readme_table(results).count("\n") == 10
     prefill = tables.section_table("prefill", results=results)
     assert prefill is not None

@@ -65,7 +65,7 @@ class _Allocating(Wait):
         super().__init__(f"tcgen05.alloc of {columns} columns")
         self.cta, self.agent, self.target, self.columns = cta, agent, target, columns
         pair = pair_of(cta, group)
-        self.asking = [of.unit("tcgen05 asking", list[_Allocating]) if group == 2 else [] for of in pair]
+        self.asking = [each.unit("tcgen05 asking", list[_Allocating]) if group == 2 else [] for each in pair]
         self.asking[pair.index(cta)].append(self)
 
     def grant(self, start: int) -> None:

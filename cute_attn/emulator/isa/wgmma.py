@@ -170,7 +170,7 @@ def product(e: Emitter, inst: Inst, n: str, types: str) -> None:
         raise PtxError(f"{inst.op} of negated operands is not supported")
     major_a, major_b = [0] * (2 - len(majors)) + majors  # of operands in shared memory, if they have 16 bits
     in_registers = isinstance(a, Vec)
-    indices, fragments = ([x.index for x in e.items(of) if isinstance(x, Reg)] for of in (d, a))
+    indices, fragments = ([x.index for x in e.items(operand) if isinstance(x, Reg)] for operand in (d, a))
     if len(indices) != int(n[1:]) // 2:
         raise PtxError(f"{inst.op} with {len(indices)} accumulators")
     majors_are = bool(major_a), bool(major_b)

@@ -34,25 +34,25 @@ class CacheViews(NamedTuple):
         return self.pair[0].shape[2]
 
 
-def views(cache: torch.Tensor, of: Layer) -> CacheViews:
+def views(cache: torch.Tensor, layer: Layer) -> CacheViews:
     """Return views of a layer's cache; nothing is copied. Raises ArgumentError for a shape of another packing."""
-    stored = stored_as(of.kv_cache_dtype)
+    stored = stored_as(layer.kv_cache_dtype)
     if stored == NVFP4:
-        return _nvfp4_views(cache, of)
-    expected = (of.num_kv_heads, 2 * of.head_size)
+        return _nvfp4_views(cache, layer)
+    expected = (layer.num_kv_heads, 2 * layer.head_size)
     if cache.dim() != 4 or (cache.shape[1], cache.shape[3]) != expected:
         raise ArgumentError(
             f"kv_cache must have shape [blocks, {expected[0]}, block_size, {expected[1]}], got {tuple(cache.shape)}"
         )
     if stored != COPY and cache.dtype == torch.uint8:
         cache = cache.view(getattr(torch, stored))
-    k, v = cache[..., : of.head_size], cache[..., of.head_size :]
+    k, v = cache[..., : layer.head_size], cache[..., layer.head_size :]
     return CacheViews((k, v), (k.transpose(1, 2), v.transpose(1, 2)))
 
 
-def _nvfp4_views(cache: torch.Tensor, of: Layer) -> CacheViews:
-    data, scale = of.head_size // 2, of.head_size // BLOCK
-    heads, width = of.num_kv_heads, data + scale
+def _nvfp4_views(cache: torch.Tensor, layer: Layer) -> CacheViews:
+    data, scale = layer.head_size // 2, layer.head_size // BLOCK
+    heads, width = layer.num_kv_heads, data + scale
     if cache.dim() != 4 or (cache.shape[1], cache.shape[3]) != (2 * heads, width):
         raise ArgumentError(
             f"an NVFP4 kv_cache must have shape [blocks, {2 * heads}, block_size, {width}], got {tuple(cache.shape)}"

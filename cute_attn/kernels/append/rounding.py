@@ -130,10 +130,10 @@ class Cvt(Conversion):
         return f"cvt.rn.satfinite.{self.format.cvt}.f32"
 
 
-def conversion(of: Format, arch: str) -> Conversion:
+def conversion(form: Format, arch: str) -> Conversion:
     """Returns the conversion of an architecture: fp8 has an instruction from sm_90 on, e2m1 from sm_100 on."""
-    first = (10, 0) if of == E2M1 else (9, 0)
-    return Cvt(of) if named(arch).capability >= first else Conversion(of)
+    first = (10, 0) if form == E2M1 else (9, 0)
+    return Cvt(form) if named(arch).capability >= first else Conversion(form)
 
 
 # --- rounding ---------------------------------------------------------------------------------------------------------
@@ -181,9 +181,9 @@ def divisor(few: Float32, scale: Float32) -> Divisor:
     return Divisor(few, scale, ptx.reciprocal(multiply(few, scale)))
 
 
-def above_midpoint(of: Format, x: Float32, code: Int32, by: Divisor) -> Int32:
+def above_midpoint(form: Format, x: Float32, code: Int32, by: Divisor) -> Int32:
     """Returns 1 if x >= 0 rounds to more than `code`, else 0. In a tie the even code wins."""
-    midpoint = multiply(of.midpoint(code), -by.few)
+    midpoint = multiply(form.midpoint(code), -by.few)
     difference = ptx.bits(ptx.fma(midpoint, by.scale, x))
     return ptx.select(difference + (code & Int32(1)) > Int32(0), Int32(1), Int32(0))
 
@@ -219,16 +219,16 @@ def codes(conversion: Conversion, values: list[Float32], block: Block, by: Divis
 
 @cute.jit
 def decided(
-    of: cutlass.Constexpr, low: Int32, high: Int32, block: Block, first: cutlass.Constexpr, by: Divisor
+    form: cutlass.Constexpr, low: Int32, high: Int32, block: Block, first: cutlass.Constexpr, by: Divisor
 ) -> Int32:
     """Decides where two bounds differ. These elements are rare: they are loaded again rather than kept by number."""
     words = low
-    open_ = (low ^ high) & Int32(of.lowest_bits)
+    open_ = (low ^ high) & Int32(form.lowest_bits)
     while open_ != Int32(0):
         lowest = open_ & -open_
         bit = ptx.asm("bfind.u32 $0, $1;", [Int32], [lowest], pure=True)
-        code = (low >> bit) & Int32(of.magnitude_bits)
-        x = block.magnitude(first + bit // of.bits)
-        words = words + (above_midpoint(of, x, code, by) << bit)
+        code = (low >> bit) & Int32(form.magnitude_bits)
+        x = block.magnitude(first + bit // form.bits)
+        words = words + (above_midpoint(form, x, code, by) << bit)
         open_ = open_ ^ lowest
     return words

@@ -233,8 +233,8 @@ def with_parts(sums: list[list[Float32]], weights: list[Float32], parts: list[li
     """Returns the sums, to which weighted parts are added in turn."""
     sums = [*sums]
     for i, (weight, part) in enumerate(zip(weights, parts, strict=True)):
-        of = i % len(sums)
-        sums[of] = [ptx.fma(x, weight, a) for x, a in zip(part, sums[of], strict=True)]
+        chain = i % len(sums)
+        sums[chain] = [ptx.fma(x, weight, a) for x, a in zip(part, sums[chain], strict=True)]
     return sums
 
 

@@ -138,8 +138,8 @@ _ANY_OF: dict[Operands, dict[tuple[int, int], HopperTile]] = {
 RULES = (  # the first that applies
     *_NARROW,
     *SIZED,
-    *(_rule(dims, tile, of, plain=(True,)) for of, tiles in _PLAIN_OF.items() for dims, tile in tiles.items()),
-    *(_rule(dims, tile, of) for of, tiles in _ANY_OF.items() for dims, tile in tiles.items()),
+    *(_rule(dims, tile, kind, plain=(True,)) for kind, tiles in _PLAIN_OF.items() for dims, tile in tiles.items()),
+    *(_rule(dims, tile, kind) for kind, tiles in _ANY_OF.items() for dims, tile in tiles.items()),
 )
 
 

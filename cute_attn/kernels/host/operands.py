@@ -99,7 +99,7 @@ def block_scale_strides(problem: Request | BatchProblem) -> Values:
     token, head = kv_axes(problem.settings)
     paged = problem.settings.features.kv_source == "paged"
     strides = [x.stride() for x in problem.block_scales]
-    return tuple(n for of in strides for n in (of[0] if paged else 0, of[token], of[head]))
+    return tuple(n for stride in strides for n in (stride[0] if paged else 0, stride[token], stride[head]))
 
 
 class PlainStrides:
@@ -119,8 +119,8 @@ class PlainStrides:
         """Returns the values of `fields`."""
         of_q, size, kv_size, chunk = q.stride(), self.itemsize, self.kv_itemsize, self.chunk
         strides = [x.stride() for x in (k, v)]
-        of_kv = [n for of in strides for n in (of[self.token] * kv_size // chunk, of[self.head] * kv_size)]
-        pages = [of[0] * kv_size // chunk if self.paged else 0 for of in strides]
+        of_kv = [n for stride in strides for n in (stride[self.token] * kv_size // chunk, stride[self.head] * kv_size)]
+        pages = [stride[0] * kv_size // chunk if self.paged else 0 for stride in strides]
         return of_q[0] * size, of_q[-2] * size, *of_kv, *pages
 
 

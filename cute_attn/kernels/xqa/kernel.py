@@ -296,8 +296,8 @@ class XqaProgram(GridProgram):
 
     @cute.jit
     def start_early(self, p: Any, query_rows: QueryRows, early: EarlyTiles) -> Start:
-        """Copy the first tiles from where they were before the preceding kernel ended, and read meanwhile what told
-        so: lengths, and the same entries of the page table. Only where these have changed, all is done once more."""
+        """Copy the first tiles by the page ids that were read before the preceding kernel ended. Meanwhile read lengths
+        and page ids again, and start anew where any has changed."""
         partition, share, segment = make_partition(self.spec, p), early.share, early.segment
         seen, words = partition.seen(), query_rows.load(segment)
         tiles = self.warp_tiles(p, segment, share)

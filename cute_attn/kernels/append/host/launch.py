@@ -88,44 +88,44 @@ def _numbers(scales: tuple[Scale, ...]) -> tuple[tuple[float, ...], tuple[int, .
     )
 
 
-def fits(of: Layouts) -> bool:
+def fits(layouts: Layouts) -> bool:
     """Tells whether the kernel can run a request.
 
     Quantised rows need whole blocks, counts must fit 32 bits, and rows with gaps between elements are copied element by
     element, which must have the same size in keys and values.
     """
-    num_slots = of.caches[0].shape[0] * of.caches[0].shape[1]
-    if of.stored == COPY:
-        one_size = len({x.dtype.itemsize for x in of.rows}) == 1
-        whole = one_size or all(x.unit_stride for x in of.rows)
+    num_slots = layouts.caches[0].shape[0] * layouts.caches[0].shape[1]
+    if layouts.stored == COPY:
+        one_size = len({x.dtype.itemsize for x in layouts.rows}) == 1
+        whole = one_size or all(x.unit_stride for x in layouts.rows)
     else:
-        whole = all(x.shape[2] % BLOCK == 0 for x in of.rows)
-    counts = (math.prod(x.shape) for x in (*of.rows, *of.indices))
+        whole = all(x.shape[2] % BLOCK == 0 for x in layouts.rows)
+    counts = (math.prod(x.shape) for x in (*layouts.rows, *layouts.indices))
     return whole and max(num_slots, *counts) < LARGEST
 
 
-def spec(of: Layouts) -> AppendSpec:
+def spec(layouts: Layouts) -> AppendSpec:
     """Returns the kernel of a request: the widest accesses that addresses and strides allow."""
-    pairs = list(zip(of.rows, of.caches, strict=True))
-    if of.stored == COPY:
+    pairs = list(zip(layouts.rows, layouts.caches, strict=True))
+    if layouts.stored == COPY:
         access = min(_copy_access(*pair) for pair in pairs)
-        return AppendSpec(slots=of.slots, access=access, per_thread=_per_thread(of, access))
-    stored = BLOCK // 2 if of.stored == NVFP4 else BLOCK  # bytes of a block
+        return AppendSpec(slots=layouts.slots, access=access, per_thread=_per_thread(layouts, access))
+    stored = BLOCK // 2 if layouts.stored == NVFP4 else BLOCK  # bytes of a block
     vector = all(rows.unit_stride and rows.alignment == VECTOR and cache.alignment >= stored for rows, cache in pairs)
-    dtype = of.rows[0].dtype
+    dtype = layouts.rows[0].dtype
     access = VECTOR if vector else dtype.itemsize
-    return AppendSpec(of.stored, short(dtype), of.slots, access, _per_thread(of, access))
+    return AppendSpec(layouts.stored, short(dtype), layouts.slots, access, _per_thread(layouts, access))
 
 
-def _units(of: Layouts, access: int) -> list[int]:
+def _units(layouts: Layouts, access: int) -> list[int]:
     """Returns the units of a head's row of keys and of values."""
-    unit = access if of.stored == COPY else BLOCK * of.rows[0].dtype.itemsize
-    return [x.shape[2] * x.dtype.itemsize // unit for x in of.rows]
+    unit = access if layouts.stored == COPY else BLOCK * layouts.rows[0].dtype.itemsize
+    return [x.shape[2] * x.dtype.itemsize // unit for x in layouts.rows]
 
 
-def _per_thread(of: Layouts, access: int) -> int:
+def _per_thread(layouts: Layouts, access: int) -> int:
     """Returns 2 where threads look slots up and every head's row divides."""
-    if of.slots == "rows" or access < VECTOR or any(n % 2 for n in _units(of, access)):
+    if layouts.slots == "rows" or access < VECTOR or any(n % 2 for n in _units(layouts, access)):
         return 1
     return 2
 
@@ -143,36 +143,36 @@ def _launches(gpu: Gpu, stored: str, slots: str, *plain: Any) -> tuple[Bound, Se
 
     `plain`: layouts of those tensors, as plain tuples, which calls make and compare in a third of the time.
     """
-    of = Layouts(stored, slots, *(tuple(map(Layout._make, group)) for group in plain))
-    if not fits(of) or 0 in (*of.rows[0].shape, of.caches[0].shape[0]):
+    layouts = Layouts(stored, slots, *(tuple(map(Layout._make, group)) for group in plain))
+    if not fits(layouts) or 0 in (*layouts.rows[0].shape, layouts.caches[0].shape[0]):
         return None
-    chosen = spec(of)
-    units = [n // chosen.per_thread for n in _units(of, chosen.access)]
-    nnz, heads, _ = of.rows[0].shape
+    chosen = spec(layouts)
+    units = [n // chosen.per_thread for n in _units(layouts, chosen.access)]
+    nnz, heads, _ = layouts.rows[0].shape
     items = nnz * heads * max(units)
     launch = gpu.loaded(chosen)
     names = {param.name for param in launch.artifact.params}
-    fields: Fields = {**dict.fromkeys(names, 0), "k_units": 1, "v_units": 1, **_shared(of)}
+    fields: Fields = {**dict.fromkeys(names, 0), "k_units": 1, "v_units": 1, **_shared(layouts)}
     for i, side in enumerate(SIDES[: len(units)]):
-        fields |= {side + name: value for name, value in _operand(of, i, chosen.access, units[i]).items()}
-    sides = SIDES[: len(of.rows)]
+        fields |= {side + name: value for name, value in _operand(layouts, i, chosen.access, units[i]).items()}
+    sides = SIDES[: len(layouts.rows)]
     bound = [side + "source" for side in sides] + [side + "cache" for side in sides]
-    bound += [side + "sf" for side in sides[: len(of.block_scales)]]
-    bound += INDICES[of.slots]
+    bound += [side + "sf" for side in sides[: len(layouts.block_scales)]]
+    bound += INDICES[layouts.slots]
     bound += [side + "scale" for side in sides] + [side + "scale_address" for side in sides]
     static = {name: fields[name] for name in names.difference(bound)}
     return launch.bind(static, bound), ((-(-items // THREADS), len(units), 1),)
 
 
-def _operand(of: Layouts, i: int, access: int, units: int) -> Fields:
+def _operand(layouts: Layouts, i: int, access: int, units: int) -> Fields:
     """Returns the parameters of keys or of values. `units`: of a head's row, for each thread's first."""
-    rows = of.rows[i]
+    rows = layouts.rows[i]
     row, head, step = rows.stride_bytes(0, 1, 2)
-    step = access if of.stored == COPY and rows.unit_stride else step
+    step = access if layouts.stored == COPY and rows.unit_stride else step
     fields: Fields = {"source_row": row, "source_head": head, "source_step": step}
-    fields |= _place("cache", of.caches[i])
-    if of.block_scales:
-        fields |= _place("sf", of.block_scales[i])
+    fields |= _place("cache", layouts.caches[i])
+    if layouts.block_scales:
+        fields |= _place("sf", layouts.block_scales[i])
     return fields | divisor("units", max(units, 1)) | {"units": units}
 
 
@@ -181,15 +181,15 @@ def _place(name: str, cache: Layout) -> Fields:
     return {name + suffix: stride for suffix, stride in zip(suffixes, cache.stride_bytes(0, 1, 2), strict=True)}
 
 
-def _shared(of: Layouts) -> Fields:
+def _shared(layouts: Layouts) -> Fields:
     """Returns the parameters that keys and values share."""
-    nnz, heads, _ = of.rows[0].shape
-    num_pages, page_size = of.caches[0].shape[:2]
+    nnz, heads, _ = layouts.rows[0].shape
+    num_pages, page_size = layouts.caches[0].shape[:2]
     fields = {"rows": nnz, "num_pages": num_pages, **divisor("heads", heads), **divisor("page_size", page_size)}
     fields["num_slots"] = num_pages * page_size
-    for name, x in zip(INDICES[of.slots], of.indices, strict=True):
+    for name, x in zip(INDICES[layouts.slots], layouts.indices, strict=True):
         (fields[f"{name}_step"],) = x.stride_bytes(0)
         fields[f"{name}_wide"] = int(x.dtype == torch.int64)
-    if of.slots == "pages":
-        fields |= {"num_indices": of.indices[2].shape[0], "batch_size": of.indices[3].shape[0] - 1}
+    if layouts.slots == "pages":
+        fields |= {"num_indices": layouts.indices[2].shape[0], "batch_size": layouts.indices[3].shape[0] - 1}
     return fields

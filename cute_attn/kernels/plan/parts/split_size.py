@@ -93,11 +93,11 @@ class SplitSize:
         all threads.
         """
         p = self.cta.p
-        more, of = BALANCED
+        more, whole = BALANCED
         fits = ptx.minimum(p.merge_capacity, p.partial_capacity >> 1) >= 1
         long = self.longest >= p.min_split_tiles + p.min_split_tiles
-        mine = Int64(self.longest) * Int64(p.resident_ctas) * Int64(of)
-        few_waves = mine > self.total * Int64(p.num_kv_heads) * Int64(more - of)
+        mine = Int64(self.longest) * Int64(p.resident_ctas) * Int64(whole)
+        few_waves = mine > self.total * Int64(p.num_kv_heads) * Int64(more - whole)
         first, chunk = Int32(0), Int32(0)
         if cutlass.and_(cutlass.and_(fits, long), few_waves):
             self.fill_bins(num_tiles)

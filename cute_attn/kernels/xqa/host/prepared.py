@@ -82,9 +82,9 @@ class XqaKernel(PreparedKernel):
         """Returns a function that computes the values of ADDRESS_FIELDS for a single request; else the first ones."""
         if self.counters is None:
             return PLAIN
-        of, counter, kv_len = self.plain_strides, self.counters.address, k.shape[self.plain_strides.token]
+        layout, counter, kv_len = self.plain_strides, self.counters.address, k.shape[self.plain_strides.token]
         # The kernel counts chunks in 32 bits.
-        if kv_len * of.kv_itemsize * max(k.stride(of.token), v.stride(of.token)) >= CHUNK << 32:
+        if kv_len * layout.kv_itemsize * max(k.stride(layout.token), v.stride(layout.token)) >= CHUNK << 32:
             k_shape, v_shape = tuple(k.shape), tuple(v.shape)
             raise ArgumentError(f"k and v must span less than {CHUNK << 32} bytes each, got {k_shape} and {v_shape}")
 

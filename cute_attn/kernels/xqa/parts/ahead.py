@@ -25,7 +25,7 @@ class EarlyTiles(NamedTuple):
     """A CTA's first segment, and page ids of a warp's first tiles, before the preceding kernel has ended; without
     queries where their place must be read, since queries are not kept in bounds."""
 
-    seen: list[Int32]  # what told the segment
+    seen: list[Int32]  # lengths by which the segment was found
     share: Share
     segment: Segment
     token_pages: list[TokenPages]  # of the first tiles

@@ -78,8 +78,8 @@ class TileLayout:
 class BlockLayout(TileLayout):
     """Rows of NVFP4 as `BlockReads` reads them: with ordinary loads, each lane whole blocks of 16 elements.
 
-    Rows of 128 bytes are as ever. Of rows of 64 bytes two make a line, and what a warp reads together are only even or
-    only odd tokens, which would all be in one half of their lines: there lines 1 and 4 apart exchange their halves.
+    Rows of 128 bytes have the swizzle of `TileLayout`. Two rows of 64 bytes share a line, and a warp reads only even or
+    only odd tokens at a time, which would all be in one half of their lines: lines 1 and 4 apart exchange their halves.
     A lane copies two chunks, half a row apart, so that every access still takes whole sectors of 32 bytes.
     """
 
