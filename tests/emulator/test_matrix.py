@@ -10,7 +10,7 @@ import pytest
 from tests.support import batch_case, cover, fp8_case
 from tests.support.batch_case import BatchCase
 from tests.support.cover import needed
-from tests.support.executors import PARAMS, Executor
+from tests.support.executors import AMPERE, PARAMS, Executor
 from tests.support.matrix import SMALL
 from tests.support.right import assert_solved
 
@@ -28,7 +28,11 @@ CASES = [
     pytest.param(problem, *param.values, id=f"{param.id}-{problem.id}", marks=param.marks)
     for param in PARAMS
     for problem in (NEEDED if param.values[0].arch else SMALL)
-    if param.values[0].arch != "sm_80" or (problem.single and differs_on_ampere(problem))
+]
+CASES += [
+    pytest.param(problem, AMPERE, id=f"{AMPERE.name}-{problem.id}", marks=pytest.mark.emulator)
+    for problem in NEEDED
+    if problem.single and differs_on_ampere(problem)
 ]
 
 
