@@ -26,13 +26,9 @@ def differs_on_ampere(problem: BatchCase) -> bool:
 NEEDED = needed((*SMALL, *batch_case.SMALL), batch_case.features)
 CASES = [
     pytest.param(problem, *param.values, id=f"{param.id}-{problem.id}", marks=param.marks)
-    for param in PARAMS
+    for param in (*PARAMS, pytest.param(AMPERE, id=AMPERE.name, marks=pytest.mark.emulator))
     for problem in (NEEDED if param.values[0].arch else SMALL)
-]
-CASES += [
-    pytest.param(problem, AMPERE, id=f"{AMPERE.name}-{problem.id}", marks=pytest.mark.emulator)
-    for problem in NEEDED
-    if problem.single and differs_on_ampere(problem)
+    if param.values[0] is not AMPERE or (problem.single and differs_on_ampere(problem))
 ]
 
 
