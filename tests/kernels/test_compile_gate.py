@@ -119,10 +119,9 @@ def spare_registers(artifact: Artifact) -> int:
 
 @pytest.mark.parametrize(("arch", "specs"), PARAMS)
 def test_default_kernels_pass_the_gates(arch: str, specs: list[KernelSpec]) -> None:
-    firsts: dict[KernelSpec, Artifact] = {}
-    if specs != sample(own_specs(arch)):
-        others = {spec: other for spec in specs if (other := first_with_its_ptx(arch, spec))}
-        firsts = {spec: artifacts.get(spec, other, program) for spec, other in others.items()}
+    unsampled = [] if specs == sample(own_specs(arch)) else specs
+    others = {spec: first_with_its_ptx(arch, spec) for spec in unsampled}
+    firsts = {spec: artifacts.get(spec, other, program) for spec, other in others.items() if other}
     clear = {spec for spec, artifact in firsts.items() if spare_registers(artifact) >= SPARE}
     outcomes = artifacts.get_many({arch: [spec for spec in specs if spec not in clear]}, program, jobs=1)
     missed = {label(spec): why for (_, spec), outcome in outcomes.items() if (why := failures(arch, spec, outcome))}
