@@ -274,13 +274,10 @@ def product(*lines: str) -> Text:
 
 
 def test_products() -> None:
-    run(product(*ZEROS, W_FENCE, PRODUCT, W_COMMIT, W_WAIT, USE))
-    run(product(*ZEROS, W_FENCE, PRODUCT, PRODUCT, W_COMMIT, PRODUCT, W_COMMIT, W_WAIT, USE))
-
-
-def test_products_in_flight_when_warps_diverge() -> None:
+    """In one group and in two, and in flight when warps diverge."""
     diverge = ("setp.ge.u32 %p1, %me, 32;", "@%p1 bra OTHERS;", "bar.sync 1, 32;", "OTHERS:")
     together = run(product(*ZEROS, W_FENCE, PRODUCT, W_COMMIT, W_WAIT, USE))
+    run(product(*ZEROS, W_FENCE, PRODUCT, PRODUCT, W_COMMIT, PRODUCT, W_COMMIT, W_WAIT, USE))
     assert run(product(*ZEROS, W_FENCE, PRODUCT, W_COMMIT, *diverge, W_WAIT, USE)) == together
 
 

@@ -18,6 +18,7 @@ def test_there_is_one_place_for_each() -> None:
     kernels = inject.ROOT / inject.KERNELS
     assert [fault.what for fault in FAULTS if (kernels / fault.file).read_text().count(fault.old) != 1] == []
     assert [fault.what for fault in FAULTS if not (inject.ROOT / fault.tests[0]).is_file()] == []
+    assert len({fault.what for fault in FAULTS}) == len(FAULTS)
 
 
 def test_its_tests_exist() -> None:
@@ -31,10 +32,6 @@ def test_its_tests_exist() -> None:
         return any(expression.evaluate(lambda word, line=line: word.lower() in line) for line in of_file)
 
     assert {fault.tests for fault in FAULTS if not chosen(*fault.tests)} == set()
-
-
-def test_descriptions_are_not_repeated() -> None:
-    assert len({fault.what for fault in FAULTS}) == len(FAULTS)
 
 
 @pytest.fixture(scope="module")

@@ -21,18 +21,13 @@ from tests.emulator.test_checks import kernel, run
 pytestmark = pytest.mark.emulator
 
 
-def test_traits() -> None:
+def test_every_opcode_has_one_form() -> None:
     load()
     assert len(registry.FORMS) > 100
+    opcodes: set[str] = set()
     for form in registry.FORMS:
         assert form.conformance in ("exact", "approx", "order", "unverified"), form.template
         assert form.conformance != "unverified" or not form.golden, form.template
-
-
-def test_every_opcode_has_one_form() -> None:
-    load()
-    opcodes: set[str] = set()
-    for form in registry.FORMS:
         expanded = registry.expand(form.template)
         assert opcodes.isdisjoint(opcode for opcode, _ in expanded), form.template
         opcodes.update(opcode for opcode, _ in expanded)
@@ -87,26 +82,25 @@ def test_the_result_is_that_of_the_isa(case: Case) -> None:
         assert emulate.run(case, schedule=Schedule(kind, seed))[: len(case.want)] == case.want, kind
 
 
-def _refused(case: Case, kind: type[EmulatorError], match: str, **changes: object) -> None:
+WIDE = blackwell.wide("st.global.v8.b32")
+BY_TWO_WARPS = (
+    WIDE.ptx.replace(".reqntid 32", ".reqntid 64")
+    .replace("mad.wide.u32 %rd", "and.b32 %r9, %me, 31;\nmad.wide.u32 %rd")
+    .replace("%me, 32,", "%r9, 32,")
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "match"),
+    [
+        (dataclasses.replace(WIDE, ptx=BY_TWO_WARPS, threads=64), Race, "two warps write one address"),
+        (blackwell.wide("st.global.v8.b32", offset=16), MemoryFault, "not aligned to 32 bytes"),
+        (dataclasses.replace(WIDE, ptx=WIDE.ptx.replace("100a", "90a")), UnknownForm, "does not exist on sm_90"),
+    ],
+)
+def test_wide_stores_that_are_refused(case: Case, kind: type[EmulatorError], match: str) -> None:
     with pytest.raises(kind, match=match):
-        emulate.run(dataclasses.replace(case, **changes))  # type: ignore[arg-type]
-
-
-def test_wide_stores_of_two_warps_race() -> None:
-    known = blackwell.wide("st.global.v8.b32")
-    both = known.ptx.replace("mad.wide.u32 %rd", "and.b32 %r9, %me, 31;\nmad.wide.u32 %rd").replace(
-        "%me, 32,", "%r9, 32,"
-    )
-    _refused(known, Race, "two warps write one address", ptx=both.replace(".reqntid 32", ".reqntid 64"), threads=64)
-
-
-def test_wide_stores_are_aligned_to_32_bytes() -> None:
-    _refused(blackwell.wide("st.global.v8.b32", offset=16), MemoryFault, "not aligned to 32 bytes")
-
-
-def test_wide_stores_need_sm_100() -> None:
-    known = blackwell.wide("st.global.v8.b32")
-    _refused(known, UnknownForm, "does not exist on sm_90", ptx=known.ptx.replace("sm_100a", "sm_90a"))
+        emulate.run(case)
 
 
 # --- clusterlaunchcontrol: clusters take over the work of others that have not started -------------------------------

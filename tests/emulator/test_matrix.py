@@ -10,7 +10,7 @@ import pytest
 from tests.support import batch_case, cover, fp8_case
 from tests.support.batch_case import BatchCase
 from tests.support.cover import needed
-from tests.support.executors import PARAMS, Executor
+from tests.support.executors import AMPERE, PARAMS, Executor
 from tests.support.matrix import SMALL
 from tests.support.right import assert_solved
 
@@ -26,9 +26,9 @@ def differs_on_ampere(problem: BatchCase) -> bool:
 NEEDED = needed((*SMALL, *batch_case.SMALL), batch_case.features)
 CASES = [
     pytest.param(problem, *param.values, id=f"{param.id}-{problem.id}", marks=param.marks)
-    for param in PARAMS
+    for param in (*PARAMS, pytest.param(AMPERE, id=AMPERE.name, marks=pytest.mark.emulator))
     for problem in (NEEDED if param.values[0].arch else SMALL)
-    if param.values[0].arch != "sm_80" or (problem.single and differs_on_ampere(problem))
+    if param.values[0] is not AMPERE or (problem.single and differs_on_ampere(problem))
 ]
 
 

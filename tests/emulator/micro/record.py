@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from cute_attn.emulator.dtypes import Array
+from cute_attn.runtime import tensormap
 from tests.emulator.micro.case import MAP_BYTES, Case, Map
 from tests.emulator.micro.catalogue import ADDRESS, cases, maps
 
@@ -88,16 +89,10 @@ class Device:
 
     def encode(self, tensor: Map, address: int) -> tuple[Any, int]:
         """Storage, and the aligned address of the 128 bytes in it."""
-        found = self.do("cuGetProcAddress", b"cuTensorMapEncodeTiled", 12000, 0)
-        pointer, word = ctypes.c_void_p, ctypes.c_int
-        kind = ctypes.CFUNCTYPE(
-            word, pointer, word, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer, word, word, word, word
-        )
-        encode = kind(int(found[0]))
         storage = ctypes.create_string_buffer(MAP_BYTES + 64)
         at = -(-ctypes.addressof(storage) // 64) * 64
         rank = len(tensor.dims)
-        status = encode(
+        status = tensormap._encoder()(
             at,
             getattr(self.driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{tensor.dtype.upper()}"),
             rank,
