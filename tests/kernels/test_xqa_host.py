@@ -185,8 +185,8 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, la
 @pytest.mark.parametrize(
     ("window", "requests", "ring"),
     [
-        *((142, 32, (4, "whole", 3)), (143, 1, (4, "cluster", 0)), (143, 16, (8, "whole", 1))),
-        *((143, 17, (4, "whole", 0)), (511, 8, (8, "cluster", 0)), (511, 16, (8, "shares", 1))),
+        *((142, 32, (4, "whole", 3)), (143, 1, (4, "cluster", 1)), (143, 16, (8, "whole", 1))),
+        *((143, 17, (4, "whole", 0)), (511, 8, (8, "cluster", 1)), (511, 16, (8, "shares", 1))),
         *((142, 33, (4, "whole", 0)), (510, 255, (4, "whole", 0)), (510, 256, (2, "heads", 0))),
     ],
 )
@@ -290,7 +290,7 @@ def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
         ("they alone", {"work": "whole", "cluster_size": 2}),
         ("work must be one of", {"work": "warps"}),
         ("block scales", {"kv_dtype": "nvfp4", "prefetch": 1}),
-        ("clusters always", {"work": "cluster", "cluster_size": 2, "prefetch": 1}),
+        ("must not be negative", {"prefetch": -1}),
         ("whole teams", {"head_dim": 512, "cols": 16, "warps": 3}),
         ("whole chunks", {"kv_dtype": "float8_e4m3fn", "head_dim": 72}),
     ],

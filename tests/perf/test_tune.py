@@ -139,7 +139,7 @@ def test_rings_by_text() -> None:
     assert rings.ring("8x2x16x2h", start) == dataclasses.replace(
         start, warps=8, stages=2, cols=16, ctas=2, work="heads", prefetch=0
     )
-    for text in ("4x2x32x3", "6x2x16x1+1c6", "2x2x32x8wa2", "4x3x16x1c8", "8x2x16x2h", "2x2x16x8ea2"):
+    for text in ("4x2x32x3", "6x2x16x1+1c6", "2x2x32x8wa2", "4x3x16x1c8a1", "8x2x16x2h", "2x2x16x8ea2"):
         assert rings.title(rings.ring(text, start)) == text
     for text in ("4x2x32", "4x2x32x3c", "4x2x32x3a8w", "4x2x32x3wh", "4x2x32x3c2w", "4x2x32x3a", ""):
         with pytest.raises(ValueError, match="WARPSxSTAGESxTOKENSxCTAS"):

@@ -61,7 +61,7 @@ class Ring(NamedTuple):
 
     def in_clusters(self, size: int) -> Ring:
         """The ring in clusters of so many CTAs."""
-        return self._replace(work="cluster", cluster_size=size)
+        return self._replace(work="cluster", cluster_size=size, prefetch=1)
 
 
 Rings = tuple[Ring, ...]  # in order of preference
@@ -164,7 +164,7 @@ _16_OR_8_BITS = (
     _rule(_SMALL, **_NARROW),
     _rule(_TWO),
 )
-_CLUSTERED_NVFP4 = Ring(4, 3, 1, 4096, guests=1).in_clusters(8)
+_CLUSTERED_NVFP4 = Ring(4, 3, 1, 4096, guests=1).in_clusters(8)._replace(prefetch=0)
 HOPPER: dict[int, tuple[Rule[Rings], ...]] = {
     16: _16_OR_8_BITS,
     8: _16_OR_8_BITS,
