@@ -95,10 +95,11 @@ def test_few_segments_have_clusters_whatever_their_keys(
     assert (ring.warps, ring.cluster_size) == (warps, size)
 
 
-def test_one_request_of_few_keys_and_several_kv_heads_has_larger_clusters() -> None:
+@pytest.mark.parametrize(("requests", "keys", "size"), [(1, 8192, 8), (3, 1024, 4), (8, 1024, 2)])
+def test_few_keys_of_several_kv_heads_leave_room_for_the_next_launch(requests: int, keys: int, size: int) -> None:
     settings = even_settings(BF16, 8)
-    ring, *_ = variant.rule_of(settings.features, GPU.arch, variant.shape_of(1, settings, 1, 8192)).value
-    assert (ring.warps, ring.cluster_size) == (4, 8)
+    ring, *_ = variant.rule_of(settings.features, GPU.arch, variant.shape_of(requests, settings, 1, keys)).value
+    assert (ring.warps, ring.guests, ring.cluster_size) == (4, 1, size)
 
 
 def decode_problem(**changes: Any) -> DecodeProblem:
@@ -186,8 +187,9 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, la
     ("window", "requests", "ring"),
     [
         *((142, 32, (4, "whole", 3)), (143, 1, (4, "cluster", 1)), (143, 16, (8, "whole", 1))),
-        *((143, 17, (4, "whole", 0)), (511, 8, (8, "cluster", 1)), (511, 16, (8, "shares", 1))),
-        *((142, 33, (4, "whole", 0)), (510, 255, (4, "whole", 0)), (510, 256, (2, "heads", 0))),
+        *((143, 32, (8, "whole", 1)), (1022, 8, (4, "cluster", 1)), (1023, 8, (8, "cluster", 1))),
+        *((511, 16, (8, "shares", 1)), (142, 33, (4, "whole", 1)), (142, 67, (2, "heads", 1))),
+        *((143, 66, (4, "whole", 1)), (510, 255, (4, "whole", 0)), (510, 256, (2, "heads", 1))),
     ],
 )
 def test_short_windows_are_distinguished_by_their_number(
