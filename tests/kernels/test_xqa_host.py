@@ -79,27 +79,23 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
     assert not uploads
 
 
+CLUSTERS = (  # kv heads, requests, warps, CTAs of a cluster, whatever the keys are
+    *((1, 1, 4, 8), (2, 1, 8, 6), (8, 1, 8, 6), (9, 1, 4, 8), (1, 2, 4, 8), (4, 3, 4, 8)),
+    *((1, 13, 8, 6), (4, 4, 8, 6), (1, 17, 8, 4), (4, 6, 8, 4), (1, 25, 8, 2), (1, 64, 8, 2), (1, 65, 8, 1)),
+)
+
+
 @pytest.mark.parametrize(
-    ("num_kv_heads", "requests", "warps", "size"),
+    ("num_kv_heads", "requests", "warps", "size", "keys"),
     [
-        *((1, 1, 4, 8), (2, 1, 8, 6), (8, 1, 8, 6), (9, 1, 4, 8), (1, 2, 4, 8), (4, 3, 4, 8)),
-        *((1, 13, 8, 6), (4, 4, 8, 6), (1, 17, 8, 4), (4, 6, 8, 4), (1, 25, 8, 2), (1, 64, 8, 2), (1, 65, 8, 1)),
+        *((*few, keys) for few in CLUSTERS for keys in (None, 8193)),
+        *((8, 1, 4, 8, 8192), (8, 3, 4, 4, 1024), (8, 8, 4, 2, 1024)),
     ],
 )
-@pytest.mark.parametrize("keys", [None, 8193])
-def test_few_segments_have_clusters_whatever_their_keys(
-    num_kv_heads: int, requests: int, warps: int, size: int, keys: int | None
-) -> None:
+def test_few_segments_have_clusters(num_kv_heads: int, requests: int, warps: int, size: int, keys: int | None) -> None:
     settings = even_settings(BF16, num_kv_heads)
     ring, *_ = variant.rule_of(settings.features, GPU.arch, variant.shape_of(requests, settings, 1, keys)).value
     assert (ring.warps, ring.cluster_size) == (warps, size)
-
-
-@pytest.mark.parametrize(("requests", "keys", "size"), [(1, 8192, 8), (3, 1024, 4), (8, 1024, 2)])
-def test_few_keys_of_several_kv_heads_leave_room_for_the_next_launch(requests: int, keys: int, size: int) -> None:
-    settings = even_settings(BF16, 8)
-    ring, *_ = variant.rule_of(settings.features, GPU.arch, variant.shape_of(requests, settings, 1, keys)).value
-    assert (ring.warps, ring.guests, ring.cluster_size) == (4, 1, size)
 
 
 def decode_problem(**changes: Any) -> DecodeProblem:
