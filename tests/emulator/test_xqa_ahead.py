@@ -147,7 +147,7 @@ def test_stale_places_of_a_plan(spared: int) -> None:
 
 def test_a_head_stays_in_bounds_where_a_length_changes_while_it_is_read() -> None:
     """The request has fewer positions than the share was found by, so that more heads would be passed."""
-    built = build(XqaCase((2000,), heads=(6, 3)))
+    built = build(XqaCase((2000,), heads=(6, 3), page_size=1 << 15, kv_layout="HND"))
     gpu = emulator.using("sm_90a", sms=4, rewrite=stale(str(2000 ^ 20), spared=10))  # the loads that find the share
     with forced_ring("4x3x16x1a1", built.case, Shape(200, keys=201)), gpu:
         assert built.check(*decode(built)) == ""
