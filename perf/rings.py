@@ -52,8 +52,7 @@ def ring(text: str, start: XqaSpec) -> XqaSpec:
 
     Behind it may stand "+1", guests; "c6", CTAs of a cluster, or "w", a CTA for every segment, or "h", a warp for every
     segment, those of a CTA of adjacent kv heads, or "e", shares for such warps, of whole segments where these are about
-    equally long; "a3", first tiles of a warp that are fetched into L2 before the preceding kernel has ended; clusters
-    always fetch one.
+    equally long; "a3", first tiles of a warp that are fetched into L2 before the preceding kernel has ended.
     """
     if not (found := RING.fullmatch(text)):
         raise ValueError(f"a ring is WARPSxSTAGESxTOKENSxCTAS[+GUESTS][cCLUSTER|w|e|h][aTILES], got {text!r}")

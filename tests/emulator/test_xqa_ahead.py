@@ -32,17 +32,16 @@ WINDOW: dict[str, Any] = {"head_dim": 64, "window_left": 127, "sinks": True}
 # (case, ring, keys of every request in the first tiles, from that of the first key on).
 CASES = {
     "a tile of a window for each warp": (XqaCase((500, 0, 1, 133), heads=(16, 2), **WINDOW), "4x2x16x4wa3", ALL),
-    "windows, a head each": (XqaCase((500, 0, 1, 40, 133), kv="e4m3", heads=(32, 4), **WINDOW), "4x3x32x2ha3", 96),
-    "clusters": (XqaCase((700,), kv="e4m3", heads=(16, 2)), "4x2x16x1+1c4", SOME),
-    "clusters of several requests": (XqaCase((700, 0, 300), window_left=400, sinks=True), "4x3x16x1c4", SOME),
-    "warps with a head each": (XqaCase((200, 7, 40), kv="e4m3", heads=(16, 4)), "4x2x16x4ha1", 16),
+    "windows, a head each": (XqaCase((500, 0, 1, 40, 133), kv="e4m3", heads=(32, 4), **WINDOW), "2x2x32x8ha1", 32),
+    "clusters of several requests": (XqaCase((700, 0, 300), window_left=400, sinks=True), "4x3x16x1+1c4a1", SOME),
+    "a warp for each segment": (XqaCase((200, 7, 40), kv="e4m3", heads=(32, 2)), "1x3x32x8wa1", 32),
     "shares": (XqaCase((300, 0, 70, 9), heads=(8, 2)), "4x3x16x1a1", SOME),
     "shares of many requests": (XqaCase((40,) * 35, kv="e4m3", heads=(4, 1)), "2x3x16x1a2", SOME),
-    "queries of several tokens": (XqaCase((90, 200), heads=(4, 1), q_len=3, q_lens=(1, 3)), "2x3x16x1c4", SOME),
+    "queries of several tokens": (XqaCase((90, 200), heads=(4, 1), q_len=3, q_lens=(1, 3)), "2x3x16x1c4a1", SOME),
     # Their windows begin elsewhere than those of as many queries each: nothing is copied early, and nothing twice.
     "windows of unequal queries": (
         XqaCase((90, 200), heads=(8, 2), q_len=3, q_lens=(1, 3), window_left=40),
-        "4x3x16x1c4",
+        "4x3x16x1c4a1",
         0,
     ),
 }
@@ -144,3 +143,11 @@ def test_stale_places_of_a_plan(spared: int) -> None:
     with emulator.using("sm_90a", kernels="xqa", sms=22, rewrite=stale("0x5A5A5A5A", spared)) as emulation:
         Solver(batch_case.decode((300, 90), **heads(6, 3), **dims(128)), backend="emulator").assert_right()
     assert {record.spec["work"] for record in emulation.records} == {"cluster"}
+
+
+def test_a_head_stays_in_bounds_where_a_length_changes_while_it_is_read() -> None:
+    """The request has fewer positions than the share was found by, so that more heads would be passed."""
+    built = build(XqaCase((2000,), heads=(6, 3), page_size=1 << 15, kv_layout="HND"))
+    gpu = emulator.using("sm_90a", sms=4, rewrite=stale(str(2000 ^ 20), spared=10))  # the loads that find the share
+    with forced_ring("4x3x16x1a1", built.case, Shape(200, keys=201)), gpu:
+        assert built.check(*decode(built)) == ""

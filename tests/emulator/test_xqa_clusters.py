@@ -57,6 +57,6 @@ def test_shares_of_clusters(name: str, schedule: str) -> None:
     built, shape = build(case), Shape(len(case.seq_lens), case.heads[1])
     rows = case.q_len * case.heads[0] // case.heads[1]
     gpu = emulator.using("sm_90a", sms=sms, schedule=Schedule(schedule, 1))
-    with forced_ring(ring, case, shape, rows), gpu as emulation:
+    with forced_ring(f"{ring}a1", case, shape, rows), gpu as emulation:
         assert built.check(*decode(built)) == ""
     assert [record.grid for record in emulation.records] == [(*grid, 1)]

@@ -27,7 +27,7 @@ CASES: dict[str, tuple[BatchWorkload, int, tuple[str, ...]]] = {
     "a CTA for every segment": (decode((8, 1), (150, 1, 33), kv_dtype="e4m3"), 2, ("2x3x16x8w",)),
     "a warp for every head": (decode((32, 8), (150, 1, 33), kv_dtype="e4m3"), 2, ("8x3x16x2h", "4x2x16x4h")),
     "six warps": (decode((7, 1), (150, 1, 33)), 2, ("6x2x16x1+1",)),
-    "clusters, two CTAs per SM": (decode((8, 2), (300,)), 22, ("6x2x16x2c6",)),
+    "clusters, two CTAs per SM": (decode((8, 2), (300,)), 22, ("6x2x16x2c6a1",)),
 }
 
 

@@ -79,26 +79,23 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
     assert not uploads
 
 
+CLUSTERS = (  # kv heads, requests, warps, CTAs of a cluster, whatever the keys are
+    *((1, 1, 4, 8), (2, 1, 8, 6), (8, 1, 8, 6), (9, 1, 4, 8), (1, 2, 4, 8), (4, 3, 4, 8)),
+    *((1, 13, 8, 6), (4, 4, 8, 6), (1, 17, 8, 4), (4, 6, 8, 4), (1, 25, 8, 2), (1, 64, 8, 2), (1, 65, 8, 1)),
+)
+
+
 @pytest.mark.parametrize(
-    ("num_kv_heads", "requests", "warps", "size"),
+    ("num_kv_heads", "requests", "warps", "size", "keys"),
     [
-        *((1, 1, 4, 8), (2, 1, 8, 6), (8, 1, 8, 6), (9, 1, 4, 8), (1, 2, 4, 8), (4, 3, 4, 8)),
-        *((1, 13, 8, 6), (4, 4, 8, 6), (1, 17, 8, 4), (4, 6, 8, 4), (1, 25, 8, 2), (1, 64, 8, 2), (1, 65, 8, 1)),
+        *((*few, keys) for few in CLUSTERS for keys in (None, 8193)),
+        *((8, 1, 4, 8, 8192), (8, 3, 4, 4, 1024), (8, 8, 4, 2, 1024)),
     ],
 )
-@pytest.mark.parametrize("keys", [None, 8193])
-def test_few_segments_have_clusters_whatever_their_keys(
-    num_kv_heads: int, requests: int, warps: int, size: int, keys: int | None
-) -> None:
+def test_few_segments_have_clusters(num_kv_heads: int, requests: int, warps: int, size: int, keys: int | None) -> None:
     settings = even_settings(BF16, num_kv_heads)
     ring, *_ = variant.rule_of(settings, GPU.arch, requests, 1, keys).value
     assert (ring.warps, ring.cluster_size) == (warps, size)
-
-
-def test_one_request_of_few_keys_and_several_kv_heads_has_larger_clusters() -> None:
-    settings = even_settings(BF16, 8)
-    ring, *_ = variant.rule_of(settings, GPU.arch, 1, 1, 8192).value
-    assert (ring.warps, ring.cluster_size) == (4, 8)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4, 12])
@@ -110,7 +107,8 @@ def test_one_request_follows_its_rule_whatever_its_keys(arch: str, window: int, 
     scheduled = FAMILY.scheduler(settings, gpu.arch, gpu.sms)
     edges = (144, 145, 512, 513, 1024, 1025, 8192, 8193, 100_000)
     for kv_len in sorted({max(1, edge + i) for edge in edges for i in (-6, -1, 0, 1)}):
-        rule = variant.rule_of(settings.features, gpu.arch, variant.shape_of(1, settings, 1, kv_len))
+        rule = variant._rule_of(settings, gpu.arch, 1, 1, kv_len)
+        assert variant.rule_of(settings, gpu.arch, 1, 1, kv_len) is rule
         assert scheduled(1, kv_len).tile == launch_config(settings, 1, rule, gpu.arch, gpu.sms)
 
 
@@ -198,9 +196,10 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, la
 @pytest.mark.parametrize(
     ("window", "requests", "ring"),
     [
-        *((142, 32, (4, "whole", 3)), (143, 1, (4, "cluster", 0)), (143, 16, (8, "whole", 1))),
-        *((143, 17, (4, "whole", 0)), (511, 8, (8, "cluster", 0)), (511, 16, (8, "shares", 1))),
-        *((142, 33, (4, "whole", 0)), (510, 255, (4, "whole", 0)), (510, 256, (2, "heads", 0))),
+        *((142, 32, (4, "whole", 3)), (143, 1, (4, "cluster", 1)), (143, 16, (8, "whole", 1))),
+        *((143, 32, (8, "whole", 1)), (1022, 8, (4, "cluster", 1)), (1023, 8, (8, "cluster", 1))),
+        *((511, 16, (8, "shares", 1)), (142, 33, (4, "whole", 1)), (142, 67, (2, "heads", 1))),
+        *((143, 66, (4, "whole", 1)), (510, 255, (4, "whole", 0)), (510, 256, (2, "heads", 1))),
     ],
 )
 def test_short_windows_are_distinguished_by_their_number(
@@ -303,7 +302,7 @@ def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
         ("they alone", {"work": "whole", "cluster_size": 2}),
         ("work must be one of", {"work": "warps"}),
         ("block scales", {"kv_dtype": "nvfp4", "prefetch": 1}),
-        ("clusters always", {"work": "cluster", "cluster_size": 2, "prefetch": 1}),
+        ("must not be negative", {"prefetch": -1}),
         ("whole teams", {"head_dim": 512, "cols": 16, "warps": 3}),
         ("whole chunks", {"kv_dtype": "float8_e4m3fn", "head_dim": 72}),
     ],

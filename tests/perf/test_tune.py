@@ -134,16 +134,14 @@ def test_a_forced_ring_is_launched() -> None:
 
 def test_rings_by_text() -> None:
     start = rings.start_of(decode(64, "e4m3"), HOPPER)
-    spec = rings.ring("6x2x16x1+1c6", start)
-    assert (spec.warps, spec.stages, spec.cols, spec.ctas, spec.guests, spec.cluster_size) == (6, 2, 16, 1, 1, 6)
-    assert (spec.work, spec.prefetch) == ("cluster", 0)
-    assert rings.ring("2x2x32x8wa2", start) == dataclasses.replace(
-        start, warps=2, stages=2, cols=32, ctas=8, work="whole", prefetch=2
-    )
-    assert rings.ring("8x2x16x2h", start) == dataclasses.replace(
-        start, warps=8, stages=2, cols=16, ctas=2, work="heads", prefetch=0
-    )
-    for text in ("4x2x32x3", "6x2x16x1+1c6", "2x2x32x8wa2", "4x3x16x1c8", "8x2x16x2h", "2x2x16x8ea2"):
+    fields = "warps", "stages", "cols", "ctas", "guests", "work", "cluster_size", "prefetch"
+    for text, values in {
+        "6x2x16x1+1c6": (6, 2, 16, 1, 1, "cluster", 6, 0),
+        "2x2x32x8wa2": (2, 2, 32, 8, 0, "whole", 1, 2),
+        "8x2x16x2h": (8, 2, 16, 2, 0, "heads", 1, 0),
+    }.items():
+        assert rings.ring(text, start) == dataclasses.replace(start, **dict(zip(fields, values, strict=True)))
+    for text in ("4x2x32x3", "6x2x16x1+1c6", "2x2x32x8wa2", "4x3x16x1c8a1", "8x2x16x2h", "2x2x16x8ea2"):
         assert rings.title(rings.ring(text, start)) == text
     for text in ("4x2x32", "4x2x32x3c", "4x2x32x3a8w", "4x2x32x3wh", "4x2x32x3c2w", "4x2x32x3a", ""):
         with pytest.raises(ValueError, match="WARPSxSTAGESxTOKENSxCTAS"):

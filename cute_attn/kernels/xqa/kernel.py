@@ -200,7 +200,7 @@ class XqaProgram(GridProgram):
         early = None
         if cutlass.const_expr(self.pdl):
             partition.prefetch_lengths()
-            if cutlass.const_expr(self.spec.reads_ahead):
+            if cutlass.const_expr(self.spec.prefetch > 0):
                 early = self.read_ahead(params)
             ptx.grid_dependency_wait()
         if cutlass.const_expr(self.pdl and self.spec.whole):
@@ -280,7 +280,7 @@ class XqaProgram(GridProgram):
         seen = partition.seen()
         share, segment = early_segment(partition.found(seen), p)
         kv, tiles = bounded(self.paged_kv(p, segment), segment, isa.load_early_if), self.warp_tiles(p, segment, share)
-        fetched, copied = self.spec.tiles_ahead, self.memory.prefetch_distance if self.spec.copies_early else 0
+        fetched, copied = self.spec.prefetch, self.memory.prefetch_distance if self.spec.copies_early else 0
         token_pages = self.first_page_ids(kv, tiles, max(fetched, copied))
         for i, places in enumerate(token_pages[:fetched]):
             kv.fetch(places, self.kv_tile(tiles, i), i < tiles.count)

@@ -113,7 +113,7 @@ class XqaSpec(DecodeSpec):
     guests: int = 0  # CTAs of the next launch that must fit beside them; ctas + guests bound the registers
     work: Work = "shares"
     cluster_size: int = 1  # CTAs of a cluster that merge in shared memory
-    prefetch: int = 0  # tiles of a warp that are fetched into L2 ahead; of clusters always the first one
+    prefetch: int = 0  # first tiles of a warp that are fetched into L2 before the preceding kernel has ended
 
     def __post_init__(self) -> None:
         rules = {
@@ -124,8 +124,8 @@ class XqaSpec(DecodeSpec):
             "clusters, and they alone, have several CTAs": (self.work == "cluster") == (self.cluster_size > 1),
             "clusters and heads of a warp need columns that a warp holds": self.team == 1
             or self.work in ("shares", "whole"),
-            "keys with block scales are not prefetched, those of clusters always": self.prefetch == 0
-            or (self.kv_bits > 4 and self.work != "cluster"),
+            "prefetch must not be negative, and 0 of keys with block scales": self.prefetch == 0
+            or (self.prefetch > 0 and self.kv_bits > 4),
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
         }
         for rule, holds in rules.items():
@@ -150,19 +150,10 @@ class XqaSpec(DecodeSpec):
         return self.warps if self.work in LONE_WARPS else 1
 
     @property
-    def tiles_ahead(self) -> int:
-        """Tiles of a warp that are fetched into L2 before the preceding kernel has ended."""
-        return 1 if self.work == "cluster" and self.kv_bits > 4 else self.prefetch
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether warps read where their first tiles are before then (`parts.ahead`)."""
-        return self.tiles_ahead > 0
-
-    @property
     def copies_early(self) -> bool:
-        """Whether CTAs then copy their first tiles from where they were: where few lengths tell which."""
-        return self.reads_ahead and self.work not in ("shares", "even")
+        """Whether CTAs copy their first tiles from where these were before then (`parts.ahead`): where few lengths tell
+        which."""
+        return self.prefetch > 0 and self.work not in ("shares", "even")
 
     @property
     def warp_dim(self) -> int:

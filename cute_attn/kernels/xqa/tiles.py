@@ -25,6 +25,7 @@ SHORTEST = 144  # keys of a window of 128 and of drafts
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
 MOST_ROWS = 16  # of a unit
 FEW = 128  # (request, kv head) pairs: about one per SM
+WAVE = 528  # pairs: as many as CTAs of 4 warps run at a time on 132 SMs
 EVEN = 2048  # pairs, about one for each warp that runs at a time, from which warps have shares of their own
 DEALT = 36  # positions of a segment that CTAs take whole as they become free, see `parts.tickets`
 
@@ -61,7 +62,7 @@ class Ring(NamedTuple):
 
     def in_clusters(self, size: int) -> Ring:
         """The ring in clusters of so many CTAs."""
-        return self._replace(work="cluster", cluster_size=size)
+        return self._replace(work="cluster", cluster_size=size, prefetch=1)
 
 
 Rings = tuple[Ring, ...]  # in order of preference
@@ -116,43 +117,48 @@ FAST_MEMORY: dict[int, tuple[Rule[Rings], ...]] = {
 }
 # Of clusters, with room for a guest.
 _QUICK = Ring(4, 3, 1, 8192, guests=1, most=32)
-_AHEAD = Ring(8, 2, 2, 4096, work="whole", prefetch=1)
 # Small CTAs: a segment, or a kv head for each warp, of one segment or in shares.
 _SMALL, _PAIR, _TWO = Ring(4, 2, 4, 4096, most=32), Ring(2, 2, 8, 4096), Ring(4, 3, 2, 8192)
-_HEADS, _EVEN = (_PAIR._replace(work="heads"), _PAIR._replace(work="whole")), (_PAIR._replace(work="even"), _SMALL)
-_SMALLEST = _SMALL._replace(work="whole", most=16, prefetch=3)
-_ONE, _NARROW, _WINDOWS = {"requests": range(1, 2)}, {"row": up_to(128)}, {"keys": up_to(SHORTEST)}
+_HEADS, _EVEN = _PAIR._replace(work="heads", prefetch=1), (_PAIR._replace(work="even"), _SMALL)
+_LONE, _DUAL = Ring(1, 3, 8, 8192), Ring(2, 3, 4, 8192)
+_ONE, _NARROW = {"requests": range(1, 2)}, {"row": up_to(128)}
+_SHORTS, _WINDOWS = {"keys": up_to(SHORT)}, {"keys": up_to(SHORTEST)}
 
 
-def _whole(**when: Collection[Any]) -> tuple[Rule[Rings], ...]:
-    """Make the rules of segments that one CTA or one warp processes alone."""
-    return (
-        _rule(*_HEADS, **when, pairs=above(EVEN - 1), **_NARROW),
-        _rule(_SMALL._replace(work="whole"), **when, **_NARROW),
-        _rule(_TWO._replace(work="whole"), **when),
-    )
+def _whole(ring: Ring, prefetch: int = 0) -> Ring:
+    """Return the ring for segments that one CTA processes alone."""
+    return ring._replace(work="whole", prefetch=prefetch)
+
+
+_SMALLEST, _AHEAD = _whole(_SMALL._replace(most=16), 3), _whole(Ring(8, 2, 2, 4096), 1)
 
 
 # Fitted to 120 launches, each with some 30 rings, and to 116 others with two; lengths on the GPU (H200, 2026-11-29).
 # The first ones 0.98 times as fast as the best ring of each in the mean, 0.84 at the lowest (63 x 100 keys beside
 # 1 x 16000). On 97 launches drawn afterwards 1.075 times as fast as 45 rules that were measured one by one; of 8 us and
 # more, 0.84 at the lowest (300 x 175, 16/4 heads of 64 dimensions, e4m3). Clusters afterwards, to 81 launches of up to
-# 64 segments with some 8 rings each.
+# 64 segments with some 8 rings each; windows, and known lengths of up to 1024 keys, to 176 with some 7 (2026-11-30).
 _16_OR_8_BITS = (
-    # Windows of 128 keys, which are fetched ahead where pairs are few.
-    _rule(_HEADS[1]._replace(prefetch=3), **_WINDOWS, pairs=range(FEW + 1, 513), row=up_to(64)),
-    _rule(_SMALLEST, _TWO._replace(work="whole", prefetch=3), **_WINDOWS, pairs=up_to(256)),
-    *_whole(**_WINDOWS),
+    # Windows of 128 keys. Few are fetched ahead; many have a warp or two each: with one, 532 of 16 rows in 8 bits take
+    # 13.6 us instead of 16.8, and 972 take 14.6 instead of 26.2.
+    _rule(_SMALLEST, _whole(_TWO, 3), **_WINDOWS, pairs=up_to(FEW)),
+    _rule(_SMALLEST, _whole(_DUAL, 1), **_WINDOWS, pairs=up_to(2 * FEW)),
+    _rule(_HEADS, _whole(_SMALL), _whole(_LONE, 1), **_WINDOWS, **_NARROW, pairs=above(WAVE)),
+    _rule(_whole(_SMALL, 1), _whole(_DUAL, 1), **_WINDOWS),
     # Few segments: as many clusters as there are segments, or more. One request of 131072 keys and 8 kv heads in 8 bits
     # takes 67.5 us with 8 warps and 79 with 4, of 2048 keys 5.2 and 4.4.
     _clusters(8, _QUICK, **_ONE, units=up_to(8), keys=up_to(8192)),
     _clusters(6, _LARGE, **_ONE, units=range(2, 9)),
     _clusters(8, _QUICK, segments=up_to(12)),
-    _rule(_AHEAD, keys=up_to(SHORT), pairs=up_to(FEW), row=range(65, 129)),
+    _rule(_AHEAD, _whole(_TWO, 1), **_SHORTS, pairs=up_to(2 * FEW), row=range(65, 129)),
+    # Room for the next launch: 1.16, but 0.8 over long keys of unequal lengths.
+    *(_clusters(size, _QUICK, keys=up_to(2 * SHORT), segments=up_to(most)) for size, most in ((4, 24), (2, 64))),
     *(_clusters(size, _LARGE, segments=up_to(most)) for size, most in ((6, 16), (4, 24), (2, 64))),
-    # Short segments.
-    *_whole(keys=up_to(SHORT)),
-    _rule(_TWO._replace(work="whole"), keys=up_to(2 * SHORT), segments=above(4 * FEW - 1), row=range(129, 257)),
+    # Short segments: a tile ahead gains 1.07 where all CTAs run at a time.
+    _rule(_whole(_SMALL, 1), _whole(_TWO, 1), **_SHORTS, pairs=up_to(WAVE)),
+    _rule(_HEADS, _whole(_PAIR), **_SHORTS, **_NARROW, pairs=above(EVEN - 1)),
+    _rule(_whole(_SMALL), _whole(_TWO), **_SHORTS),
+    _rule(_whole(_TWO), keys=up_to(2 * SHORT), segments=above(4 * FEW - 1), row=range(129, 257)),
     # Few pairs: keys ahead of the preceding launch's end gain 1.02.
     _rule(*_FEW_8_BIT, **_FEW_PAIRS, row=up_to(64)),
     _rule(_LARGE._replace(prefetch=1), **_FEW_PAIRS),
@@ -164,7 +170,7 @@ _16_OR_8_BITS = (
     _rule(_SMALL, **_NARROW),
     _rule(_TWO),
 )
-_CLUSTERED_NVFP4 = Ring(4, 3, 1, 4096, guests=1).in_clusters(8)
+_CLUSTERED_NVFP4 = Ring(4, 3, 1, 4096, guests=1).in_clusters(8)._replace(prefetch=0)  # block scales are not fetched
 HOPPER: dict[int, tuple[Rule[Rings], ...]] = {
     16: _16_OR_8_BITS,
     8: _16_OR_8_BITS,
