@@ -18,7 +18,7 @@ from cute_attn import ArgumentError, emulator
 from cute_attn import xqa as low_level
 from perf.pretended_gpu import NullDriver
 from tests.support.device_plan import emulated_device
-from tests.support.entry_points import ENTRIES, OTHER_NAMES, Call, Entry, Planned, Tensors, plan_decode
+from tests.support.entry_points import ENTRIES, OTHER_NAMES, PLAN_DECODE, Call, Entry, Planned, Tensors
 from tests.support.launch_corpus import pretended
 
 ALIGNMENT = 16
@@ -123,14 +123,14 @@ LENGTHS = {"kv_indptr": "indptr", "last_page_len": "last_page_len"}  # of decode
 @pytest.mark.parametrize("name", LENGTHS)
 def test_lengths_that_a_plan_leaves_on_the_device(name: str) -> None:
     """Plans for other options read them where the caller has them."""
-    steps, planned = ENTRIES["decode"], plan_decode(ENTRIES["decode"].tensors)
+    steps = ENTRIES["decode"]
 
     def begin(given: Tensors, backend: str = "auto", _: Any = None) -> Call:
         lengths = {argument: given[length] for length, argument in LENGTHS.items()}
         runs: Any = steps.begin(given, backend, {"plan": lengths})
         return cast(Call, runs._replace(kept=(*runs.kept, *LENGTHS)))
 
-    tensors = steps.tensors | {length: planned[argument] for length, argument in LENGTHS.items()}
+    tensors = steps.tensors | {length: PLAN_DECODE[argument] for length, argument in LENGTHS.items()}
     with pretended(NullDriver()), emulated_device():
         scene = Scene(Entry(tensors, begin, planned=(*steps.planned, *LENGTHS)), "auto")
         for calls in (0, 3):
