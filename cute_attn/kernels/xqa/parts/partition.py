@@ -423,8 +423,8 @@ class ClusterShares(EvenPartition):
         return cute.arch.block_idx()[1] // self.spec.cluster_size
 
     def spare(self, size: Int32) -> Int32:
-        """Eight rounds of the cluster's warps."""
-        return Int32(8 * self.spec.teams * self.spec.cluster_size)
+        """So many tiles for each CTA, which an SM copies in the time that a cut takes (H200, 2026-11-30)."""
+        return Int32(28 * self.spec.cluster_size)
 
     def prefetch_lengths(self) -> None:
         self.prefetch_request(Int32(0))
