@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +102,9 @@ def candidates(phase: str, backends: Sequence[str]) -> dict[str, Bind]:
     (which needs no plan); then every peer with a kernel for the phase.
     """
     bind = peers.our_single if phase in ("prefill", "decode") else peers.ours
-    ours: dict[str, Bind] = {OURS if b == "auto" else f"{OURS} {b}": functools.partial(bind, b) for b in backends}
+    ours: dict[str, Bind] = {OURS if b == "auto" else f"{OURS} {b}": partial(bind, backend=b) for b in backends}
     if bind is peers.ours and backends:
-        ours[HOST_LENGTHS] = functools.partial(bind, backends[0], on_host=True)
+        ours[HOST_LENGTHS] = partial(bind, backend=backends[0], on_host=True)
     if phase in ("batch decode", "speculative decode"):
         ours[f"{OURS} xqa function"] = peers.our_xqa
     return {**ours, **{peer.name: peer.bind for peer in PEERS if phase in peer.phases}}

@@ -24,12 +24,8 @@ from perf.warm import warm
 from perf.workloads import BatchWorkload, one_request
 
 SUMMARY_SECONDS = 400.0
-LIBRARIES = {"flash-attn-4": "flash_attn.cute", "FlashInfer": "flashinfer"}  # by the first word of a peer's name
-ROUTINES = {
-    "BatchPrefillWithRaggedKVCacheWrapper": "prefill",
-    "BatchPrefillWithPagedKVCacheWrapper": "prefill",
-    "BatchDecodeWithPagedKVCacheWrapper": "decode",
-}
+LIBRARIES = {"flash-attn-4": "flash_attn", "FlashInfer": "flashinfer"}  # by the first word of a peer's name
+ROUTINES = [f"Batch{kind}KVCacheWrapper" for kind in ("PrefillWithRagged", "PrefillWithPaged", "DecodeWithPaged")]
 DTYPES = {"float16": "float16", "bfloat16": "bfloat16", "fp8_e4m3": "e4m3", "nvfp4": "nvfp4"}
 PEERS = {
     "flash-attn-4": "flash-attn-4",
@@ -131,7 +127,7 @@ def chosen_sections(options: argparse.Namespace) -> dict[str, Section]:
 
 def workloads(options: argparse.Namespace) -> list[BatchWorkload]:
     """Returns a problem for every batch size and length of the options."""
-    decode = ROUTINES[options.routine] == "decode"
+    decode = "Decode" in options.routine
     found: list[BatchWorkload] = []
     for batch_size, s_kv in itertools.product(options.batch_size, options.s_kv):
         for s_qo in options.s_qo or ([1] if decode else [s_kv]):
@@ -142,7 +138,7 @@ def workloads(options: argparse.Namespace) -> list[BatchWorkload]:
 
 
 def _workload(options: argparse.Namespace, batch_size: int, s_qo: int, s_kv: int) -> BatchWorkload:
-    decode, ragged = ROUTINES[options.routine] == "decode", "Ragged" in options.routine
+    decode, ragged = "Decode" in options.routine, "Ragged" in options.routine
     q_dtype, kv_dtype = DTYPES[options.q_dtype], DTYPES[options.kv_dtype or options.q_dtype]
     heads = options.num_qo_heads, options.num_kv_heads
     qk, vo = options.head_dim_qk, options.head_dim_vo or options.head_dim_qk
@@ -175,8 +171,8 @@ def missing(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
     if absent := why_no_gpu():
         lines.append(f"No GPU to measure on: {absent}.")
     for first, package in LIBRARIES.items():
-        if any(name.startswith(first) for name in names) and importlib.util.find_spec(package.split(".")[0]) is None:
-            lines.append(f"Without {first}: {package.split('.')[0]} is not installed.")
+        if any(name.startswith(first) for name in names) and importlib.util.find_spec(package) is None:
+            lines.append(f"Without {first}: {package} is not installed.")
     if any(path.suffix == ".png" for path in options.output_path) and importlib.util.find_spec("matplotlib") is None:
         lines.append("Without pictures: matplotlib is not installed (pip install matplotlib).")
     return lines

@@ -72,20 +72,18 @@ def host_times(
     repeats: int = REPEATS,
 ) -> dict[str, Timing]:
     """Returns the microseconds of host time per call, rounds of all calls in random order. `wait` empties the queue."""
-
-    def number(name: str) -> int:
-        return PLANS if "plan" in name else CALLS
+    number = {name: PLANS if "plan" in name else CALLS for name in calls}
 
     def microseconds(name: str) -> float:
         wait()
         start = clock()
-        for _ in range(number(name)):
+        for _ in range(number[name]):
             calls[name]()
-        return (clock() - start) / 1e3 / number(name)
+        return (clock() - start) / 1e3 / number[name]
 
     samples = interleaved(list(calls), repeats, lambda order: [microseconds(name) for name in order], warm=1)
     wait()
-    return {name: timing(found, number(name)) for name, found in samples.items()}
+    return {name: timing(found, number[name]) for name, found in samples.items()}
 
 
 def parts(device: torch.device) -> dict[str, Call]:
@@ -149,7 +147,7 @@ class GrowingCache:
 
 
 def run(w: BatchWorkload, device: torch.device) -> Call:
-    return peers.ours("auto", w, [w.inputs(device)])[0]
+    return peers.ours(w, [w.inputs(device)], backend="auto")[0]
 
 
 def batch_calls(device: torch.device) -> dict[str, Call]:

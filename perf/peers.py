@@ -258,10 +258,6 @@ def block_table(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
     return table
 
 
-def ours(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs], on_host: bool = False) -> list[Call]:
-    return planned(cute_attn, w, sets, on_host, backend=backend)
-
-
 def _workspace(sets: Sequence[BatchInputs]) -> torch.Tensor:
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=sets[0].q.device)
 
@@ -292,12 +288,11 @@ def of_library(library: Any, w: BatchWorkload, sets: Sequence[BatchInputs], **ch
     return [functools.partial(decode, x) for x in sets]
 
 
-def our_single(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
-    return of_library(cute_attn, w, sets, backend=backend)
-
-
 def flashinfer_single(w: BatchWorkload, sets: Sequence[BatchInputs], **chosen: Any) -> list[Call]:
     return of_library(flashinfer("flashinfer"), w, sets, **chosen)
+
+
+ours, our_single = functools.partial(planned, cute_attn), functools.partial(of_library, cute_attn)
 
 
 def _peers() -> tuple[Peer, ...]:

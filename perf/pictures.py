@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from perf.bench import OURS
 from perf.rows import CURVE_HEADS
-from perf.tables import GPUS, RESULTS, Record, Row, find, rows
+from perf.tables import GPUS, PEERS, RESULTS, Record, Row, find, rows
 
 PICTURES = Path(__file__).parents[1] / "docs/pictures"
 WIDTH = 8.3  # inches; some 800 pixels where SVG is shown at its own size
@@ -40,7 +40,6 @@ THEMES = {
     "dark": Theme("#e6edf3", "#3d444d", ("#ff8a4c", "#6cb6ff", "#a5d65a", "#cf9bff", "#9198a1")),
 }
 MARKERS = {OURS: "o", "FA4": "s", "cuDNN": "^", "FlashInfer": "D"}
-FAMILIES = {"flash-attn-4": "FA4", "torch cuDNN": "cuDNN"}  # the others are FlashInfer's kernels
 
 
 @contextmanager
@@ -75,7 +74,7 @@ def style(theme: Theme) -> Iterator[Any]:
 
 def family(name: str) -> str:
     """Returns the library that a candidate, or a condition as "FlashInfer, warm", belongs to."""
-    return OURS if name.startswith(OURS) else FAMILIES.get(name.partition(",")[0], "FlashInfer")
+    return OURS if name.startswith(OURS) else PEERS.get(name.partition(",")[0], "FlashInfer")
 
 
 def grid_of(rows: int, columns: int, height: float) -> tuple[Any, Any]:

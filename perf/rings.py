@@ -114,7 +114,7 @@ def bind(spec: XqaSpec, arch: Arch, w: BatchWorkload, sets: Sequence[BatchInputs
     made = artifacts.get(spec, arch.name, program)
     require(not made.stack_bytes, f"it needs {made.stack_bytes} bytes of stack")
     with force_spec(spec):
-        return peers.ours(backend, w, sets)
+        return peers.ours(w, sets, backend=backend)
 
 
 def rule_of(w: BatchWorkload, arch: Arch) -> Rule[Rings]:

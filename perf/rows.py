@@ -327,8 +327,7 @@ SOME_WINDOWS = (-1, -1, -1, -1, 127, 1023, 4095)
 def drawn(seed: int, rows: int = RANDOM_ROWS) -> list[BatchWorkload]:
     """Returns the rows of a seed: prefill and decode in turn."""
     source = random.Random(seed)
-    kinds: tuple[Callable[[random.Random], BatchWorkload], ...] = (_prefill, _decode)
-    return [_within(kinds[i % 2], source) for i in range(rows)]
+    return [_within(_decode if i % 2 else _prefill, source) for i in range(rows)]
 
 
 def _within(draw: Callable[[random.Random], BatchWorkload], source: random.Random) -> BatchWorkload:

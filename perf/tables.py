@@ -21,13 +21,7 @@ Row = Mapping[str, Any]
 RESULTS = Path(__file__).parent / "results"
 LOWEST_ROWS, LOWEST_TITLE = 4, "lowest ratios"  # of a phase, in the table of random rows
 GPUS = {"h100": "H100", "h200": "H200"}
-PEERS = {  # by the names of candidates
-    "flash-attn-4": "FA4",
-    "torch cuDNN": "cuDNN",
-    "FlashInfer fa3": "FlashInfer fa3",
-    "FlashInfer fa2": "FlashInfer fa2",
-    "FlashInfer XQA": "FlashInfer XQA",
-}
+PEERS = {"flash-attn-4": "FA4", "torch cuDNN": "cuDNN"}  # in documents; the others are FlashInfer's kernels
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "e4m3": "fp8", "nvfp4": "NVFP4"}
 README_ROWS = (  # use, name of the row
     ("Prefill, ", "d64 h32/32 ragged b1 q16384 kv16384 causal bfloat16"),
@@ -208,8 +202,10 @@ def readme_table(results: Path = RESULTS) -> str:
 
 def _beside_peer(row: Row | None) -> list[str]:
     """Returns a row's `COLUMNS`. Records before 2026-11-26 have lengths on the host alone, and so has their ratio."""
-    entries, name = (row["candidates"], row["best_peer"]) if row else ({}, "")
+    entries, name = (row["candidates"], row["best_peer"]) if row else ({}, None)
     ours, host = entries.get(OURS, {}), entries.get(HOST_LENGTHS)
     cells = [cell(entry, "speed", ".0f") for entry in ((ours, host) if host else ({}, ours))]
-    peer = entries[name]["speed"] if name else None
-    return [*cells, *([f"{peer:.0f} ({PEERS.get(name, name)})", f"{ours['speed'] / peer:.2f}"] if peer else [NONE] * 2)]
+    if not name:
+        return [*cells, NONE, NONE]
+    peer = entries[name]["speed"]
+    return [*cells, f"{peer:.0f} ({PEERS.get(name, name)})", f"{ours['speed'] / peer:.2f}" if "speed" in ours else NONE]

@@ -125,7 +125,7 @@ def bind(trial: Trial, w: BatchWorkload, sets: Sequence[Any], backend: str = "fa
         require(not made.stack_bytes, f"it needs {made.stack_bytes} bytes of stack")
         require(fits(trial.tile, made.smem_bytes), f"{trial.tile.per_sm} CTAs of {made.smem_bytes} bytes fit no SM")
     with force(trial):
-        calls = peers.ours(backend, w, sets)
+        calls = peers.ours(w, sets, backend=backend)
         for call in calls:
             call()  # a first run may plan once more, for what it brings
     return calls

@@ -159,6 +159,14 @@ def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: 
     assert len(plans) == 4
 
 
+def test_layers_of_a_type_with_and_without_a_plan_for_decodes() -> None:
+    case = Step(MIXED, LLAMA)
+    attention, step = case.attention(), case.metadata()
+    case.fill(attention)
+    for attention.plans_decode in (False, True, False):
+        assert_near(case.output(attention, step), None, [case.expected()])
+
+
 @pytest.mark.parametrize("window_left", [-1, 8])
 def test_batch_invariant_layers_have_one_plan_without_splits(
     window_left: int, device: str, monkeypatch: pytest.MonkeyPatch
@@ -349,7 +357,7 @@ def test_compute_capabilities() -> None:
     ("layer", "without_plan"), [(of(128), True), (of(128, soft_cap=30.0), False), (of(128, alibi=True), False)]
 )
 def test_which_layers_decode_without_a_plan(layer: Layer, without_plan: bool) -> None:
-    """Sinks do not decide: a step has one plan for layers with and without, and its rows."""
+    """Sinks do not decide: layers with and without share a plan."""
     layers, gpus = (layer, layer._replace(sinks=True)), (None, (8, 0), (9, 0), (10, 0))
     assert all(support.decodes_without_plan(x, BF16, gpu) is without_plan for x in layers for gpu in gpus)
 

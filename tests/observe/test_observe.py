@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import zipfile
@@ -100,6 +101,14 @@ def test_all_that_is_public_is_observed() -> None:
     describing = {"FP4Tensor", "Features", "explain", "get_device_sm_count"}
     describing.add("get_trtllm_gen_multi_ctas_kv_counter_bytes")
     assert {*exports.__all__} - describing - {*vars(errors)} <= {name for _, name, _ in public_names()}
+
+
+def test_plug_ins_take_public_functions_from_where_they_are_observed() -> None:
+    names, places = {name for _, name, _ in public_names()}, {f"cute_attn.{module}" for module, _, _ in public_names()}
+    for path in (subprocesses.ROOT / "cute_attn/integrations").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and names & {name.name for name in node.names}:
+                assert node.module in places, f"{path}, line {node.lineno}"
 
 
 @pytest.mark.emulator

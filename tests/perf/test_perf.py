@@ -212,7 +212,7 @@ def test_absent_peers_are_reasons(peer: Peer, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("w", BATCHES, ids=lambda w: w.phase)
 def test_our_batches_are_correct_and_the_oracle_checks_every_request(w: BatchWorkload) -> None:
     sets = [w.inputs(CPU, seed) for seed in range(2)]
-    for x, call in zip(sets, peers.ours("auto", w, sets), strict=True):
+    for x, call in zip(sets, peers.ours(w, sets, backend="auto"), strict=True):
         truth = bench.oracle(w, x)
         right = call()
         assert truth.rejection(truth.error(right)) is None

@@ -129,6 +129,10 @@ def test_tables_show_the_numbers_of_their_records(results: Path) -> None:
         row["candidates"][tables.HOST_LENGTHS] = {"speed": 77.0}
     (results / "2026-11-25_h200_anchors.json").write_text(json.dumps(now))
     assert f"| {cells} | {cells.replace('- | ', '').replace(' | ', ' | 77 | ', 1)} |" in tables.readme_table(results)
+    for row in now["rows"]:
+        row["candidates"]["cute_attn"] = {"reason": "it failed"}
+    (results / "2026-11-25_h200_anchors.json").write_text(json.dumps(now))
+    assert f"| {cells} | - | 77 | {peer:.0f} (FA4) | - |" in tables.readme_table(results)
     (results / "2026-11-25_h200_anchors.json").unlink()
     assert tables.readme_table(results).count("\n") == 10
     prefill = tables.section_table("prefill", results=results)

@@ -14,7 +14,7 @@ from cute_attn.page import nvfp4_quantize_append_paged_kv_cache_with_slot_mappin
 from cute_attn.request import nvfp4
 from cute_attn.request.append import Append, SlotMapping
 from cute_attn.request.settings import HALF
-from cute_attn.xqa.decode import xqa_batch_decode_with_kv_cache
+from cute_attn.xqa import xqa_batch_decode_with_kv_cache
 
 
 def has_standard_slopes(slopes: list[float] | None, num_heads: int) -> bool:

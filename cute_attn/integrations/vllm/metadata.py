@@ -215,11 +215,11 @@ class Sessions:
         self.backend = backend
         self.plans = StepPlans(self._wrapper)
 
-    def _wrapper(self, key: tuple[LayerType, bool, Size | None]) -> Any:
+    def _wrapper(self, key: tuple[LayerType, bool, Size | None, bool]) -> Any:
         """Return a wrapper for layers of a type: where tokens of an image see each other, and where there is a size,
-        for plans that are part of a CUDA graph of decodes.
+        for plans that are part of a CUDA graph of decodes. Those of all requests and of some have one each.
         """
-        (options, page_size, _), ranges, size = key
+        (options, page_size, _), ranges, size, _ = key
         workspace, backend = self.workspaces.planned, self.backend
         if not page_size:
             return BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
@@ -296,7 +296,7 @@ class StepMetadata:
             starts = batch.query_start_loc_cpu
             self._rows[first] = slice(int(starts[first]), int(starts[batch.num_reqs]))
 
-        wrapper = self.sessions.plans.of((kind, ranges is not None, size), self, plan)
+        wrapper = self.sessions.plans.of((kind, ranges is not None, size, decodes_too), self, plan)
         return wrapper, self._rows[first] if size is None else slice(0, self.decodes.num_tokens), ranges
 
     def _arrays(self, first: int, page_size: int, size: Size | None) -> Iterable[torch.Tensor]:
