@@ -257,7 +257,7 @@ def increasing(name: str, bounds: np.ndarray, most: int, what: str = "") -> None
 
 
 def device(name: str, value: torch.Tensor, expected: torch.device, whose: str = "q's device") -> None:
-    """Check that a tensor is on a device. `of`: what the message calls that."""
+    """Check that a tensor is on a device. `whose`: what the message calls that."""
     if value.device != expected:
         raise wrong(f"{name} must be on {whose} {expected}", value)
 

@@ -211,6 +211,21 @@ def test_short_windows_are_distinguished_by_their_number(
     assert (found.warps, found.work, found.prefetch) == ring
 
 
+@pytest.mark.parametrize("qo_len", [1, 5])
+@pytest.mark.parametrize("kv_dtype", [BF16, torch.float8_e4m3fn], ids=str)
+def test_numbers_that_no_rule_tells_apart_share_what_is_kept(kv_dtype: torch.dtype, qo_len: int) -> None:
+    """Also within windows; numbers of requests and of keys are many, and must not drive kernels out."""
+    lengths = (0, *(n + i for n in tiles.STEPS["keys"][1:-1] for i in (-2, -1, 0)), 1 << 30, None)
+    for window, kv_heads in itertools.product((-1, 143, 511, 3000), (1, 3, 8)):
+        prepared_kernel.cache_clear()
+        settings = even_settings(kv_dtype, kv_heads)._replace(window_left=window)
+        for requests, longest in itertools.product((*range(600), 2048, 2049, 65535, 65536), lengths):
+            found = variant.rule_of(settings, GPU.arch, requests, qo_len, longest)
+            if requests < 20 or requests % 64 < 2 or requests > 600:
+                assert found is variant._rule_of(settings, GPU.arch, requests, qo_len, longest)
+        assert prepared_kernel.cache_info().currsize < 100
+
+
 @pytest.mark.parametrize(
     "arch", [for_capability((8, 6)), named("sm_90a"), named("sm_100a")], ids=lambda arch: arch.name
 )

@@ -4,13 +4,16 @@ no rule has.
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
 
 import pytest
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.rules import Rule
+from cute_attn.kernels.rules import steps as find_steps
 from cute_attn.kernels.xqa import tiles
+from cute_attn.kernels.xqa.host import variant
 from cute_attn.runtime.arch import named
 from perf import rings
 from tests.support.xqa_case import DTYPES, XqaCase
@@ -36,8 +39,13 @@ def move_steps(monkeypatch: pytest.MonkeyPatch, **steps: dict[int, int]) -> None
     for field, to in steps.items():
         bounds = {n for rules in RULES.values() for rule in rules for n in _bounds(rule, field)}
         assert to.keys() <= bounds, f"{field} has no step at {to.keys() - bounds}"
-    for of, rules in RULES.items():
-        monkeypatch.setitem(tiles.RULES, of, tuple(_moved(rule, steps) for rule in rules))
+    for cache, rules in RULES.items():
+        monkeypatch.setitem(tiles.RULES, cache, tuple(_moved(rule, steps) for rule in rules))
+    moved = [rule for rules in tiles.RULES.values() for rule in rules]
+    for field in steps.keys() & tiles.STEPS.keys():
+        monkeypatch.setitem(tiles.STEPS, field, find_steps(moved, field))
+    for make in (variant._rule_of, variant._request_steps):  # other functions, whose results no call has kept
+        monkeypatch.setattr(variant, make.__name__, functools.partial(make))
 
 
 def _bounds(rule: Rule[tiles.Rings], field: str) -> tuple[int, ...]:

@@ -189,7 +189,8 @@ RULES = {
     for major, of_bits in {9: HOPPER, 10: FAST_MEMORY, 0: DEFAULT}.items()
     for bits, rules in of_bits.items()
 }
-KEY_STEPS = steps((rule for rules in RULES.values() for rule in rules), "keys")
+_NAMES = "keys", "requests", "pairs", "segments"  # of what varies from step to step of an engine
+STEPS = {name: steps([rule for rules in RULES.values() for rule in rules], name) for name in _NAMES}
 IN_FLIGHT = {10: 64 << 10}  # bytes that a ring keeps on their way to an SM, likewise
 
 

@@ -21,15 +21,9 @@ from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa.host.prepared import XqaKernel, fire_in_scratch, one_page
-from cute_attn.kernels.xqa.host.variant import (
-    LaunchConfig,
-    launch_config,
-    rule_of,
-    rule_of_call,
-    specs,
-)
+from cute_attn.kernels.xqa.host.variant import LaunchConfig, launch_config, rule_of, rule_of_call, specs
 from cute_attn.kernels.xqa.spec import CTA_REQUESTS, LengthsSpec
-from cute_attn.kernels.xqa.tiles import KEY_STEPS, Rings
+from cute_attn.kernels.xqa.tiles import STEPS, Rings
 from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Problem, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Bound, current_stream
@@ -200,7 +194,7 @@ class XqaFamily:
         alike: dict[tuple[int, int], SingleSchedule[LaunchConfig]] = {}
 
         def scheduled(qo_len: int, kv_len: int) -> SingleSchedule[LaunchConfig]:
-            key = qo_len, bisect(KEY_STEPS, kv_len)
+            key = qo_len, bisect(STEPS["keys"], kv_len)
             if key not in alike:
                 rule = rule_of(settings, arch, 1, qo_len, kv_len)
                 config = prepared(launch_config, settings, qo_len, rule, arch, sms)

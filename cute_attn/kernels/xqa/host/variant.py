@@ -31,23 +31,36 @@ MAX_GRID_Z = 65535  # CTAs along the third axis of a grid: requests of which eac
 def rule_of(settings: Settings, arch: Arch, batch_size: int, qo_len: int, longest: int | None = None) -> Rule[Rings]:
     """Return the rule by which a launch takes a kernel. `longest`: most keys of a request, in all launches.
 
-    The rule is kept for all numbers of keys that rules do not tell apart: caches grow in every step.
+    The rule is kept for all numbers of requests and of keys that rules do not tell apart: they vary from step to step.
     """
+    requests, keys = prepared(_request_steps, settings.features, qo_len), tiles.STEPS["keys"]
     if longest is not None:
-        longest = tiles.KEY_STEPS[bisect(tiles.KEY_STEPS, longest)] - 1
-    return prepared(_rule_of, settings, arch, batch_size, qo_len, longest)
+        longest = keys[bisect(keys, longest)] - 1
+    return prepared(_rule_of, settings, arch, requests[bisect(requests, batch_size)] - 1, qo_len, longest)
+
+
+def _request_steps(features: Features, qo_len: int) -> list[int]:
+    """Return the steps of rules in numbers of requests, in order, and one number beyond all."""
+    of_request = {"requests": 1, "pairs": features.num_kv_heads, "segments": max(1, _segments(features, qo_len))}
+    numbers = (ceil_div(n, size) for name, size in of_request.items() for n in tiles.STEPS[name])
+    return sorted({MAX_GRID_Z + 1, *numbers})
+
+
+def _segments(features: Features, qo_len: int, most_rows: int = 0) -> int:
+    """Return the segments of a request: of at most so many packed rows; 0: as many as a CTA has at a time."""
+    kv_heads, most_rows = features.num_kv_heads, most_rows or tiles.most_rows(features.head_dim_qk)
+    return kv_heads * ceil_div(qo_len * (features.num_qo_heads // kv_heads), most_rows)
 
 
 def _rule_of(settings: Settings, arch: Arch, batch_size: int, qo_len: int, longest: int | None) -> Rule[Rings]:
     window, features = settings.window_left, settings.features
-    kv_heads, head_dim = features.num_kv_heads, features.head_dim_qk
-    rows = qo_len * (features.num_qo_heads // kv_heads)
-    units, segments = (kv_heads * ceil_div(rows, n) for n in (tiles.MOST_ROWS, tiles.most_rows(head_dim)))
+    units, segments = _segments(features, qo_len, tiles.MOST_ROWS), _segments(features, qo_len)
     keys = longest
     if window >= 0:
         keys = window + qo_len if longest is None else min(window + qo_len, longest)
-    shape = Shape(batch_size, kv_heads, units, keys if batch_size <= MAX_GRID_Z else None, batch_size * segments)
-    return tiles.find(arch, KV_BITS[kv_dtype(features)], head_dim, shape)
+    known = keys if batch_size <= MAX_GRID_Z else None
+    shape = Shape(batch_size, features.num_kv_heads, units, known, batch_size * segments)
+    return tiles.find(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk, shape)
 
 
 def rule_of_call(problem: Request, arch: Arch) -> Rule[Rings]:
