@@ -248,7 +248,7 @@ def _split(tiles: Items, num_splits: np.ndarray, chunk: int) -> Items:
     index = np.arange(len(tile)) - (num_splits.cumsum() - num_splits).take(tile)  # of a split among those of its tile
     items, parts = tiles.take(tile), num_splits.take(tile)
     is_part = parts > 1
-    items.records[:, _PARTIAL] = np.where(is_part, is_part.cumsum() - 1, NO_PARTIAL)
+    items.records[:, _PARTIAL] = is_part.cumsum() * is_part + NO_PARTIAL  # from 0 on
     if chunk:
         start = (items.begin // chunk + index) * chunk
         begin, end = np.maximum(start, items.begin), np.minimum(start + chunk, items.end)

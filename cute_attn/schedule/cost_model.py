@@ -152,26 +152,24 @@ def _makespans(
     """Returns, for each split size in `chunks`, the makespan when every query tile gets the fewest splits of at most
     this size; `IMPOSSIBLE` where the records exceed the capacity.
 
-    Of small arrays each operation takes the same time, 5 times as much where one has another shape or dtype, and where
-    it reduces them. So all are matrices of the same shape, and sums are products. Many are negative: quotients of these
-    round up.
+    Of small arrays each operation takes the same time, 5 times as much where one has another shape or dtype. So all are
+    matrices of the same shape, a row per size, and sums are products. Many are negative: quotients of these round up.
     """
     ctas, resident, partial_cost = params.num_kv_heads, params.resident_ctas, params.partial_cost
-    shape, less = (len(chunks), len(sizes)), -counts
-    size = np.empty(shape, np.int64)
-    size[:] = sizes
+    shape, less = (len(sizes), len(chunks)), -counts
+    size = sizes.repeat(len(chunks)).reshape(shape)
     splits = -size // _rows(chunks, shape)
     is_split = (splits + 1) >> 63  # -1 or 0
     cost = size // splits * UNIT  # of the kv tiles of the longest split
     cost += is_split * partial_cost
     cost -= ITEM_TIME
-    items, merges, work = splits.dot(less), is_split.dot(less), splits * cost
+    items, merges, work = less.dot(splits), less.dot(is_split), splits * cost
     partials = items + (merges - int(counts.cumsum().item(-1)))
-    longest = cost.min(1)
-    result = np.maximum(work.dot(counts) * ctas // resident, -longest)
+    longest = np.minimum.reduce(cost)
+    result = np.maximum(counts.dot(work) * ctas // resident, -longest)
     # Items of more than half the time of the longest, of their mean time, wave by wave.
     is_long = cost * 2 < _rows(longest, shape)
-    number, time = (splits * is_long).dot(less), (work * is_long).dot(counts)
+    number, time = less.dot(splits * is_long), counts.dot(work * is_long)
     np.maximum(result, -(number * -ctas // resident * (time // number)), out=result)
     result += partials * (partial_cost * ctas) // resident
     result += np.minimum(partials, 1) * COMBINE_TIME
@@ -182,6 +180,8 @@ def _makespans(
     return result
 
 
-def _rows(column: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Returns a matrix whose rows have these values."""
-    return column.repeat(shape[1]).reshape(shape)
+def _rows(row: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Returns a matrix whose rows are all the same."""
+    matrix = np.empty(shape, np.int64)
+    matrix[:] = row
+    return matrix
