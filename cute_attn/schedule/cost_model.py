@@ -40,6 +40,8 @@ FEW_TILES = 64  # query tiles, of which the search for a split size takes longer
 REMEMBERED = 256  # results of that search
 
 _DIVISORS, _FACTORS = np.array(LONGEST_DIVISORS), np.array(SHARE_FACTORS)
+# As operands of small arrays, arrays of no dimension take numpy half the time of Python's integers.
+_ONE, _TWO, _SIGN, _UNIT, _ITEM_TIME, _COMBINE_TIME = map(np.array, (1, 2, 63, UNIT, ITEM_TIME, COMBINE_TIME))
 
 
 def num_splits(visible: np.ndarray, params: SchedulerParams, capacity: Capacity) -> np.ndarray:
@@ -72,7 +74,7 @@ def _best_cut(visible: np.ndarray, params: SchedulerParams, capacity: Capacity) 
     if longest * params.resident_ctas * whole <= (more - whole) * total * params.num_kv_heads:
         return None
     sizes, counts = _histogram(visible, longest)
-    costs = sizes * UNIT + ITEM_TIME
+    costs = sizes * _UNIT + _ITEM_TIME
     share = int(costs.dot(counts)) * params.num_kv_heads // params.resident_ctas
     waves = counts[::-1].cumsum() * -params.num_kv_heads // params.resident_ctas  # below 0: this rounds up
     unsplit = max(share, -smallest(waves * costs[::-1]))  # of the fullest CTA
@@ -155,24 +157,24 @@ def _makespans(
     Of small arrays each operation takes the same time, 5 times as much where one has another shape or dtype. So all are
     matrices of the same shape, a row per size, and sums are products. Many are negative: quotients of these round up.
     """
-    ctas, resident, partial_cost = params.num_kv_heads, params.resident_ctas, params.partial_cost
+    ctas, resident, partial_cost = map(np.array, (params.num_kv_heads, params.resident_ctas, params.partial_cost))
     shape, less = (len(sizes), len(chunks)), -counts
     size = sizes.repeat(len(chunks)).reshape(shape)
     splits = -size // _rows(chunks, shape)
-    is_split = (splits + 1) >> 63  # -1 or 0
-    cost = size // splits * UNIT  # of the kv tiles of the longest split
+    is_split = (splits + _ONE) >> _SIGN  # -1 or 0
+    cost = size // splits * _UNIT  # of the kv tiles of the longest split
     cost += is_split * partial_cost
-    cost -= ITEM_TIME
+    cost -= _ITEM_TIME
     items, merges, work = less.dot(splits), less.dot(is_split), splits * cost
-    partials = items + (merges - int(counts.cumsum().item(-1)))
+    partials = items + merges + less.cumsum()[-1]
     longest = np.minimum.reduce(cost)
     result = np.maximum(counts.dot(work) * ctas // resident, -longest)
     # Items of more than half the time of the longest, of their mean time, wave by wave.
-    is_long = cost * 2 < _rows(longest, shape)
+    is_long = cost * _TWO < _rows(longest, shape)
     number, time = less.dot(splits * is_long), counts.dot(work * is_long)
     np.maximum(result, -(number * -ctas // resident * (time // number)), out=result)
     result += partials * (partial_cost * ctas) // resident
-    result += np.minimum(partials, 1) * COMBINE_TIME
+    result += np.minimum(partials, _ONE) * _COMBINE_TIME
     finest = chunks.argmin()  # has the most records of every kind
     if items[finest] > capacity.items or partials[finest] > capacity.partials or merges[finest] > capacity.merges:
         over = (partials > capacity.partials) | (items > capacity.items) | (merges > capacity.merges)
