@@ -152,6 +152,7 @@ class BatchLengths:
         q_len: int | None = None,  # query tokens of every request, where the plan fixes them (decode)
         last_page_len: np.ndarray | None = None,  # paged: [batch_size], tokens in last pages; buffers of graphs take it
         kv_indices: torch.Tensor | None = None,  # paged: int32 on the device once the wrapper has copied it there
+        qo_len: np.ndarray | None = None,  # the steps of qo_indptr, where they are known
     ) -> None:
         self.qo_indptr, self.kv_indptr, self.kv_len = qo_indptr, kv_indptr, kv_len
         self.mask_offset, self.key_bounds = mask_offset, key_bounds
@@ -163,7 +164,7 @@ class BatchLengths:
         if q_len and size:
             self.longest_qo, self.with_queries, self.rows, self.first_row = q_len, size, q_len * size, 0
         else:
-            self.qo_len = qo_indptr[1:] - qo_indptr[:-1]  # of uniform lengths few read it
+            self.qo_len = qo_indptr[1:] - qo_indptr[:-1] if qo_len is None else qo_len  # of uniform lengths few read it
             self.longest_qo = largest(self.qo_len) if size else 0
             self.with_queries = int(np.count_nonzero(self.qo_len))
             self.rows, self.first_row = qo_indptr.item(-1), qo_indptr.item(0)
@@ -197,7 +198,7 @@ class BatchLengths:
     @functools.cached_property
     def total_kv(self) -> int:
         """Keys of all requests."""
-        return int(np.add.reduce(self.kv_len))  # a third of the time of an array's `sum`
+        return int(self.kv_len.cumsum().item(-1)) if len(self.kv_len) else 0  # a fourth of the time of `sum`
 
 
 UNLIMITED = 1 << 62  # bytes or records

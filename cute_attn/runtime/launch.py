@@ -322,8 +322,4 @@ class ParamBlock:
         self._pointers = (ctypes.c_void_p * max(len(offsets), 1))(*[base + offset for offset in offsets])
         self.address = ctypes.addressof(self._pointers)  # the void*[] that cuLaunchKernelEx takes
         self.writers = [layout.writer(fields)(self.buffer) for fields in groups]
-        for name, value in static.items():
-            try:
-                struct.pack_into("=" + _STRUCT_CODES[params[name].kind], self.buffer, params[name].offset, value)
-            except MISMATCHES as err:
-                raise layout.mismatch((name,), (value,)) from err
+        layout.writer(tuple(static))(self.buffer)(tuple(static.values()))

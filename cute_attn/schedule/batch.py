@@ -19,7 +19,7 @@ from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, GraphLimits,
 from cute_attn.schedule import cost_model
 from cute_attn.schedule.constants import L2_ORDER_MIN_WAVES, SORT_BINS
 from cute_attn.schedule.cuts import Capacity, SchedulerParams
-from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
+from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 
 AllocateInts = Callable[[int], np.ndarray]  # allocates a flat int32 array of the given size
@@ -32,7 +32,8 @@ MERGE_ROWS = 16384  # rows of a combine launch of fixed size, unless one wave of
 _QO_START, _QO_LEN, _KV_START, _KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL, _MASK_LOW, _MASK_HIGH, _REQUEST = (
     range(len(Item._fields))
 )
-_NONE = np.empty(0, np.int64)
+_NO_BOUNDS = np.empty(0, np.int64)
+_NO_MERGES = np.empty((0, MERGE_INTS), np.int32)
 
 
 class Size(NamedTuple):
@@ -71,26 +72,30 @@ class WorkList(NamedTuple):
 class Items(NamedTuple):
     """Query tiles that have rows, in the order of requests, or the work items that they are split into."""
 
-    request: np.ndarray  # intp: numpy indexes with it
-    first_row: np.ndarray
+    records: np.ndarray  # [items, ITEM_INTS] int32, without the fields that `_item_records` writes
     begin: np.ndarray  # kv tiles [begin, end) are seen; both are 0 where none is; begin is 0 without a window
     end: np.ndarray
     visible: np.ndarray  # their number, without those of `gap`
     gap: np.ndarray | None = None  # [2, items]: first and end of the kv tiles that multi-item scoring hides
-    partial: np.ndarray | int = NO_PARTIAL  # index of the item's partial; an array, unless no item has one
 
     def take(self, which: np.ndarray) -> Items:
         """Returns some query tiles."""
-        request, first_row, begin, end, visible = (x.take(which) for x in self[:5])
-        return Items(request, first_row, begin, end, visible, None if self.gap is None else self.gap.take(which, 1))
+        begin, end, visible = (x.take(which) for x in self[1:4])
+        gap = None if self.gap is None else self.gap.take(which, 1)
+        return Items(self.records.take(which, 0), begin, end, visible, gap)
 
-    def seen(self, index: np.ndarray) -> np.ndarray:
-        """Returns the kv tile that is number `index` of those that each one sees."""
-        kv_tile = index + self.begin
+    def part(self, first: np.ndarray, stop: np.ndarray) -> Items:
+        """Returns of each one the kv tiles `first` to `stop`, numbers among those that it sees."""
         if self.gap is None:
-            return kv_tile
-        first = np.maximum(self.gap[0], self.begin)
-        return kv_tile + np.maximum(self.gap[1] - first, 0) * (kv_tile >= first)
+            begin, end = first + self.begin, stop + self.begin
+        else:
+            begin, end = self._seen(first, self.gap), self._seen(stop - 1, self.gap) + 1
+        return Items(self.records, begin, end, stop - first, self.gap)
+
+    def _seen(self, index: np.ndarray, gap: np.ndarray) -> np.ndarray:
+        """Returns the kv tile that is number `index` of those that each one sees."""
+        kv_tile, first = index + self.begin, np.maximum(gap[0], self.begin)
+        return kv_tile + np.maximum(gap[1] - first, 0) * (kv_tile >= first)
 
 
 def allocate_ints(size: int) -> np.ndarray:
@@ -110,18 +115,16 @@ def schedule(
     capacity = record_capacity(params, limits)
     tiles = query_tiles(lengths, params)
     num_splits, chunk = _num_splits(tiles, params, limits, capacity)
-    items = _split(tiles, num_splits, chunk) if len(num_splits) else tiles
-    several = (num_splits > 1).nonzero()[0]  # the query tiles that need a merge
-    num_splits = num_splits.take(several)
-    needed = Capacity(len(items.end), len(several), int(np.add.reduce(num_splits)))
+    items, merges, partials = tiles, _NO_MERGES, 0
+    if len(num_splits):
+        items, (merges, partials) = _split(tiles, num_splits, chunk), _merges(tiles, num_splits)
+    needed = Capacity(len(items.end), len(merges), partials)
     work = _work_list(needed, capacity, limits, allocate, _key_bounds(lengths, params, limits))
-    requests = _request_records(lengths)
-    records = _item_records(requests, params, items)
-    late = 0 if chunk else needed.merges
+    records, late = _item_records(params, items), 0 if chunk else needed.merges
     records.take(_item_order(lengths, params, items, late), 0, out=work.items[: needed.items], mode="clip")
     # ^ "clip" spares numpy a copy of `out`
     if needed.merges:
-        _write_merges(work.merges[: needed.merges], requests, tiles.take(several), num_splits)
+        work.merges[: needed.merges] = merges
     return work
 
 
@@ -145,32 +148,32 @@ def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLim
     launch zeros for all rows that it has room for. Empty: no bounds.
     """
     if lengths.key_bounds is None:
-        return _NONE
+        return _NO_BOUNDS
     rows = len(lengths.key_bounds) if limits.graph is None else limits.graph.max_rows
     return np.pad(lengths.key_bounds.ravel(), (0, 2 * (rows - len(lengths.key_bounds) + params.rows)))
 
 
 def query_tiles(lengths: BatchLengths, params: SchedulerParams) -> Items:
     """Returns the query tiles of all requests, each with the kv tiles that it sees."""
-    group, causal, cols = params.group_size, params.causal, params.cols
-    qo_len, kv_len, request = lengths.qo_len, lengths.kv_len, np.arange(lengths.batch_size)
-    if lengths.longest_qo * group <= params.rows and lengths.with_queries == len(qo_len):
-        first_row, causal = np.zeros(len(qo_len), np.int64), False  # one tile each, whose last token sees all keys
+    group, rows, kv_len = params.group_size, params.rows, lengths.kv_len
+    causal, position = params.causal, kv_len - lengths.qo_len  # of query token 0
+    records = _request_records(lengths)
+    if lengths.longest_qo * group <= rows and lengths.with_queries == len(kv_len):
+        first_row, causal = np.zeros(len(kv_len), np.int64), False  # one tile each, whose last token sees all keys
     else:
-        tiles = (qo_len * group + (params.rows - 1)) // params.rows
-        request = request.repeat(tiles)  # faster than indexing
-        qo_len, kv_len = qo_len.astype(np.int32).repeat(tiles), kv_len.astype(np.int32).repeat(tiles)
-        first_row = np.arange(len(request), dtype=np.int32)
-        first_row -= (tiles.cumsum() - tiles).astype(np.int32).repeat(tiles)
-        first_row *= params.rows
-    begin, end = _visible_kv_tiles(first_row, qo_len, kv_len, causal, params)
+        tiles = (lengths.qo_len * group + (rows - 1)) // rows
+        request = np.arange(len(kv_len)).repeat(tiles)
+        first_row = (np.arange(len(request)) - (tiles.cumsum() - tiles).take(request)) * rows
+        records, kv_len, position = records.take(request, 0), kv_len.take(request), position.take(request)
+        records[:, _FIRST_ROW] = first_row
+    begin, end = _visible_kv_tiles(first_row, position, kv_len, causal, params)
     if lengths.key_bounds is None:
-        return Items(request, first_row, begin, end, end if params.window_left < 0 else end - begin)
+        return Items(records, begin, end, end if params.window_left < 0 else end - begin)
     # `kernels.blocks.masks.KeyBounds` leaves the same tiles out in a CTA.
-    prefix_end, item_start = lengths.key_bounds[lengths.qo_indptr[request] + first_row // group].T
-    hidden = -(-prefix_end // cols)
-    gap = np.stack((hidden, np.maximum(item_start // cols, hidden)))
-    return Items(request, first_row, begin, end, _visible(begin, end, gap), gap)
+    prefix_end, item_start = lengths.key_bounds[records[:, _QO_START] + first_row // group].T
+    hidden = -(-prefix_end // params.cols)
+    gap = np.stack((hidden, np.maximum(item_start // params.cols, hidden)))
+    return Items(records, begin, end, _visible(begin, end, gap), gap)
 
 
 def _visible(begin: np.ndarray, end: np.ndarray, gap: np.ndarray | None) -> np.ndarray:
@@ -181,22 +184,23 @@ def _visible(begin: np.ndarray, end: np.ndarray, gap: np.ndarray | None) -> np.n
 
 
 def _visible_kv_tiles(
-    first_row: np.ndarray, qo_len: np.ndarray, kv_len: np.ndarray, causal: bool, params: SchedulerParams
+    first_row: np.ndarray, position: np.ndarray, kv_len: np.ndarray, causal: bool, params: SchedulerParams
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the range of kv tiles that some row of each query tile sees, of a request of these lengths.
+    """Returns the range of kv tiles that some row of each query tile sees, of a request of this length.
 
-    Query token i has position i + kv_len - qo_len; `kernels.blocks.masks.Band` computes the same bounds in a CTA.
+    Query token i has position i + `position`; `kernels.blocks.masks.Band` computes the same bounds in a CTA.
     """
     group, cols, stop = params.group_size, params.cols, kv_len
     if causal:
         stop = (first_row + (params.rows - 1)) // group  # the last token, if it exists
-        stop += kv_len - qo_len + 1
+        stop += position
+        stop += 1
         np.minimum(stop, kv_len, out=stop)
         np.maximum(stop, 0, out=stop)
     end = -(-stop // cols)
     if params.window_left < 0:
-        return np.zeros(len(end), end.dtype), end
-    start = first_row // group + (kv_len - qo_len - min(params.window_left, 1 << 30))
+        return np.zeros(len(end), np.int64), end
+    start = first_row // group + position - params.window_left
     return np.maximum(start, 0) // cols, end
 
 
@@ -240,50 +244,46 @@ def _split(tiles: Items, num_splits: np.ndarray, chunk: int) -> Items:
     """Returns the work items of query tiles, split at multiples of `chunk` kv tiles from token 0, or for 0 into equal
     parts.
     """
-    first, is_part = num_splits.cumsum() - num_splits, (num_splits > 1).repeat(num_splits)
-    index = np.arange(len(is_part)) - first.repeat(num_splits)  # of a split among those of its tile
-    partial = np.where(is_part, is_part.cumsum() - 1, NO_PARTIAL)
-    items = tiles.take(np.arange(len(num_splits)).repeat(num_splits))
+    tile = np.arange(len(num_splits)).repeat(num_splits)
+    index = np.arange(len(tile)) - (num_splits.cumsum() - num_splits).take(tile)  # of a split among those of its tile
+    items, parts = tiles.take(tile), num_splits.take(tile)
+    is_part = parts > 1
+    items.records[:, _PARTIAL] = is_part.cumsum() * is_part + NO_PARTIAL  # from 0 on
     if chunk:
         start = (items.begin // chunk + index) * chunk
         begin, end = np.maximum(start, items.begin), np.minimum(start + chunk, items.end)
-        visible = _visible(begin, end, items.gap)
-    else:
-        parts = num_splits.repeat(num_splits)
-        begin, end = index * items.visible // parts, (index + 1) * items.visible // parts
-        begin, end, visible = items.seen(begin), items.seen(end - 1) + 1, end - begin
-    return items._replace(begin=begin, end=end, visible=visible, partial=partial)
+        return items._replace(begin=begin, end=end, visible=_visible(begin, end, items.gap))
+    before = index * items.visible
+    return items.part(before // parts, (before + items.visible) // parts)
+
+
+def _merges(tiles: Items, num_splits: np.ndarray) -> tuple[np.ndarray, int]:
+    """Returns the records of merges of the query tiles that are split, and the number of their partials."""
+    several = (num_splits > 1).nonzero()[0]
+    tile, parts = tiles.records.take(several, 0), num_splits.take(several)
+    ends = parts.cumsum()
+    records = np.zeros((len(several), MERGE_INTS), np.int32)
+    records[:, :2] = tile[:, :2]  # qo_start, qo_len
+    records[:, 2] = tile[:, _FIRST_ROW]
+    records[:, 3] = ends - parts  # first_partial
+    records[:, 4] = parts
+    return records, ends.item(-1) if len(ends) else 0
 
 
 def _item_order(lengths: BatchLengths, params: SchedulerParams, items: Items, late: int) -> np.ndarray:
     """Returns the order of items: longest first, within groups of requests that share L2 where these matter."""
-    order = longest_first(items.visible)
-    if orders_by_l2(params, len(order), late) and lengths.total_kv > params.l2_kv_tokens:
-        request = items.request.take(order)
-        order = order.take(l2_groups(lengths, params).take(request).argsort(kind="stable"))
-    return order
+    ranks = _ranks(items.visible)
+    if orders_by_l2(params, len(ranks), late) and lengths.total_kv > params.l2_kv_tokens:
+        ranks = l2_groups(lengths, params).take(items.records[:, _REQUEST]) * SORT_BINS + ranks
+    return ranks.argsort(kind="stable")
 
 
-def _item_records(requests: np.ndarray, params: SchedulerParams, items: Items) -> np.ndarray:
-    """Returns the records of items, given those of requests."""
-    records = requests.take(items.request, 0)
-    records[:, _FIRST_ROW] = items.first_row
-    if params.window_left >= 0 or items.partial is not NO_PARTIAL:  # else all begin at 0
-        np.multiply(items.begin, params.cols, out=records[:, _KV_BEGIN], casting="unsafe")
-    end = records[:, _KV_END]
-    np.multiply(items.end, params.cols, out=end, casting="unsafe")
-    np.minimum(end, records[:, _KV_LEN], out=end)
-    records[:, _PARTIAL] = items.partial
-    records[:, _REQUEST] = items.request
+def _item_records(params: SchedulerParams, items: Items) -> np.ndarray:
+    """Returns the records of items, with the keys of each one."""
+    records, end = items.records, items.end * params.cols
+    records[:, _KV_BEGIN] = items.begin * params.cols
+    records[:, _KV_END] = np.minimum(end, records[:, _KV_LEN], out=end)
     return records
-
-
-def _write_merges(records: np.ndarray, requests: np.ndarray, tiles: Items, num_splits: np.ndarray) -> None:
-    records[:, :2] = requests[:, :2].take(tiles.request, 0)  # qo_start, qo_len
-    records[:, 2] = tiles.first_row
-    records[:, 3] = num_splits.cumsum() - num_splits  # first_partial
-    records[:, 4] = num_splits
-    records[:, len(Merge._fields) :] = 0
 
 
 def _request_records(lengths: BatchLengths) -> np.ndarray:
@@ -293,18 +293,21 @@ def _request_records(lengths: BatchLengths) -> np.ndarray:
     records[:, _QO_LEN] = lengths.qo_len
     records[:, _KV_START] = lengths.kv_start
     records[:, _KV_LEN] = lengths.kv_len
+    records[:, _PARTIAL] = NO_PARTIAL
     if lengths.mask_offset is not None:
         records[:, _MASK_LOW] = lengths.mask_offset & 0xFFFFFFFF
         records[:, _MASK_HIGH] = lengths.mask_offset >> 32
+    records[:, _REQUEST] = np.arange(lengths.batch_size)
     return records
 
 
-def longest_first(cost: np.ndarray) -> np.ndarray:
-    """Returns indices by descending cost, rounded to a 256th of the largest; the sort is stable."""
+def _ranks(cost: np.ndarray) -> np.ndarray:
+    """Returns numbers below SORT_BINS, the smaller the larger the cost is, to be sorted by: costs count in 256ths of
+    the largest. numpy's stable sort is a radix sort up to 16 bits, 8 times faster than for 32.
+    """
     width = (largest(cost) if len(cost) else 0) // SORT_BINS + 1
     bins = cost if width == 1 else cost // width
-    # numpy's stable sort is a radix sort up to 16 bits: 8 times faster than for 32
-    return (~bins.astype(np.uint8)).argsort(kind="stable")
+    return ~bins.astype(np.uint8)
 
 
 def orders_by_l2(params: SchedulerParams, items: int, late: int) -> bool:
@@ -320,10 +323,10 @@ def l2_groups(lengths: BatchLengths, params: SchedulerParams) -> np.ndarray:
     """Returns the group of every request, longest requests first: the keys of one group fit L2 together, unless there
     are more than 256 times as many. Some request has keys, and therefore the first.
     """
-    by_length = longest_first(lengths.kv_len)
+    by_length = _ranks(lengths.kv_len).argsort(kind="stable")
     ends = lengths.kv_len.take(by_length).cumsum()
     group_tokens = max(params.l2_kv_tokens, (ends.item(-1) - 1) // SORT_BINS + 1)
-    groups = np.empty(len(ends), np.uint8)  # sorted like `longest_first`
+    groups = np.empty(len(ends), np.uint16)
     groups[by_length] = (ends - 1) // group_tokens
     return groups
 

@@ -17,10 +17,11 @@ import functools
 
 import numpy as np
 
-from cute_attn.problem import largest
+from cute_attn.problem import largest, smallest
 from cute_attn.schedule.constants import (
     BALANCED,
     BINS,
+    CANDIDATES,
     COMBINE_TIME,
     CUT_WORTHWHILE,
     IMPOSSIBLE,
@@ -38,13 +39,15 @@ from cute_attn.schedule.split_kv import MAX_SPLITS
 FEW_TILES = 64  # query tiles, of which the search for a split size takes longer than all else of a schedule
 REMEMBERED = 256  # results of that search
 
-add, most = np.add.reduce, np.maximum.reduce  # half the time of an array's `sum` and `max`
+_DIVISORS, _FACTORS = np.array(LONGEST_DIVISORS), np.array(SHARE_FACTORS)
+# As operands of small arrays, arrays of no dimension take numpy half the time of Python's integers.
+_ONE, _TWO, _SIGN, _UNIT, _ITEM_TIME, _COMBINE_TIME = map(np.array, (1, 2, 63, UNIT, ITEM_TIME, COMBINE_TIME))
 
 
 def num_splits(visible: np.ndarray, params: SchedulerParams, capacity: Capacity) -> np.ndarray:
     """Returns the number of splits of each query tile, given the kv tiles that it sees; nothing where no split pays."""
     if len(visible) <= FEW_TILES:
-        cut = best_cut(visible.astype(np.int64).tobytes(), params, capacity)
+        cut = best_cut(visible.tobytes(), params, capacity)
     else:
         cut = _best_cut(visible, params, capacity)
     if cut is None:
@@ -64,23 +67,23 @@ def best_cut(visible: bytes, params: SchedulerParams, capacity: Capacity) -> Cut
 
 def _best_cut(visible: np.ndarray, params: SchedulerParams, capacity: Capacity) -> Cut | None:
     """Returns the best of all splits; None where none pays."""
-    longest, total = largest(visible) if len(visible) else 0, int(np.add.reduce(visible, dtype=np.int64))
+    longest, total = (largest(visible), int(visible.cumsum().item(-1))) if len(visible) else (0, 0)
     more, whole = BALANCED  # of so many waves that longest-first order fills the last one well, no split pays
     if longest < 2 * params.min_split_tiles or capacity.merges < 1 or capacity.partials < 2:
         return None
     if longest * params.resident_ctas * whole <= (more - whole) * total * params.num_kv_heads:
         return None
     sizes, counts = _histogram(visible, longest)
-    costs = sizes * UNIT + ITEM_TIME
+    costs = sizes * _UNIT + _ITEM_TIME
     share = int(costs.dot(counts)) * params.num_kv_heads // params.resident_ctas
     waves = counts[::-1].cumsum() * -params.num_kv_heads // params.resident_ctas  # below 0: this rounds up
-    unsplit = max(share, -int((waves * costs[::-1]).min()))  # of the fullest CTA
+    unsplit = max(share, -smallest(waves * costs[::-1]))  # of the fullest CTA
     if unsplit * whole <= share * more:
         return None
     chunks = candidates(longest, total, params)
     estimates = _makespans(sizes, counts, chunks, params, capacity)
     best = int(estimates.argmin())
-    even, last = Cut(int(estimates[best]), 0, chunks[best]), last_wave(len(visible), longest, params, capacity)
+    even, last = Cut(estimates.item(best), 0, chunks.item(best)), last_wave(len(visible), longest, params, capacity)
     found = even if even.time * WORTHWHILE[1] <= unsplit * WORTHWHILE[0] else None
     if last is None or last.time * CUT_WORTHWHILE[1] > unsplit * CUT_WORTHWHILE[0]:
         return found
@@ -119,13 +122,15 @@ def last_wave(number: int, longest: int, params: SchedulerParams, capacity: Capa
     return best
 
 
-def candidates(longest: int, total: int, params: SchedulerParams) -> list[int]:
-    """Returns the split sizes that are compared, in kv tiles, each once: of equal estimates the first wins."""
+def candidates(longest: int, total: int, params: SchedulerParams) -> np.ndarray:
+    """Returns the split sizes that are compared, in kv tiles: of equal estimates the first wins."""
     least = max(params.min_split_tiles, -(-longest // MAX_SPLITS))  # below the longest query tile: `_best_cut`
-    debt, whole = -total * params.num_kv_heads, params.resident_ctas * SHARE_DENOMINATOR  # below 0: this rounds up
-    sizes = [-(-longest // divisor) for divisor in LONGEST_DIVISORS]
-    sizes += [-(debt * factor // whole) for factor in SHARE_FACTORS]
-    return list(dict.fromkeys(least if size < least else longest if size > longest else size for size in sizes))
+    debt, parts = -total * params.num_kv_heads, len(LONGEST_DIVISORS)
+    sizes = np.empty(CANDIDATES, np.int64)  # below 0: this rounds up
+    sizes[:parts] = -longest // _DIVISORS
+    sizes[parts:] = debt * _FACTORS // (params.resident_ctas * SHARE_DENOMINATOR)
+    np.maximum(-sizes, least, out=sizes)
+    return np.minimum(sizes, longest, out=sizes)
 
 
 def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
@@ -144,36 +149,41 @@ def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _makespans(
-    sizes: np.ndarray, counts: np.ndarray, chunks: list[int], params: SchedulerParams, capacity: Capacity
+    sizes: np.ndarray, counts: np.ndarray, chunks: np.ndarray, params: SchedulerParams, capacity: Capacity
 ) -> np.ndarray:
     """Returns, for each split size in `chunks`, the makespan when every query tile gets the fewest splits of at most
     this size; `IMPOSSIBLE` where the records exceed the capacity.
 
-    Of arrays of a few numbers each operation takes the same time: they are as few as possible. Quotients that are to be
-    rounded up are those of negative numbers.
+    Of small arrays each operation takes the same time, 5 times as much where one has another shape or dtype. So all are
+    matrices of the same shape, a row per size, and sums are products. Many are negative: quotients of these round up.
     """
-    ctas, resident = params.num_kv_heads, params.resident_ctas
-    splits = -sizes // np.array(chunks)[:, None]  # negative
-    is_split = splits < -1
-    cost = np.where(is_split, ITEM_TIME + params.partial_cost, ITEM_TIME)
-    cost -= sizes // splits * UNIT  # and the kv tiles of the longest split, which come out negative too
-    splits *= -counts  # items
-    items, merges = add(splits, 1), is_split.dot(counts)
-    partials = items + (merges - add(counts))
-    result = np.maximum(add(splits * cost, 1) * ctas // resident, _in_waves(cost, splits, most(cost, 1), params))
-    result += partials * (params.partial_cost * ctas) // resident + (partials > 0) * COMBINE_TIME
-    finest = chunks.index(min(chunks))  # has the most records of every kind
+    ctas, resident, partial_cost = map(np.array, (params.num_kv_heads, params.resident_ctas, params.partial_cost))
+    shape, less = (len(sizes), len(chunks)), -counts
+    size = sizes.repeat(len(chunks)).reshape(shape)
+    splits = -size // _rows(chunks, shape)
+    is_split = (splits + _ONE) >> _SIGN  # -1 or 0
+    cost = size // splits * _UNIT  # of the kv tiles of the longest split
+    cost += is_split * partial_cost
+    cost -= _ITEM_TIME
+    items, merges, work = less.dot(splits), less.dot(is_split), splits * cost
+    partials = items + merges + less.cumsum()[-1]
+    longest = np.minimum.reduce(cost)
+    result = np.maximum(counts.dot(work) * ctas // resident, -longest)
+    # Items of more than half the time of the longest, of their mean time, wave by wave.
+    is_long = cost * _TWO < _rows(longest, shape)
+    number, time = less.dot(splits * is_long), counts.dot(work * is_long)
+    np.maximum(result, -(number * -ctas // resident * (time // number)), out=result)
+    result += partials * (partial_cost * ctas) // resident
+    result += np.minimum(partials, _ONE) * _COMBINE_TIME
+    finest = chunks.argmin()  # has the most records of every kind
     if items[finest] > capacity.items or partials[finest] > capacity.partials or merges[finest] > capacity.merges:
         over = (partials > capacity.partials) | (items > capacity.items) | (merges > capacity.merges)
         result[over] = IMPOSSIBLE
     return result
 
 
-def _in_waves(cost: np.ndarray, items: np.ndarray, longest: np.ndarray, params: SchedulerParams) -> np.ndarray:
-    """Returns the time of every row, which has `items` of each `cost`, that its long items take wave by wave: those of
-    more than half the time of the longest, of their mean time.
-    """
-    of_long = items * (cost * 2 > longest[:, None])
-    number = add(of_long, 1)
-    waves = number * -params.num_kv_heads // params.resident_ctas  # below 0: this rounds up
-    return np.maximum(-waves * (add(of_long * cost, 1) // number), longest)
+def _rows(row: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Returns a matrix whose rows are all the same."""
+    matrix = np.empty(shape, np.int64)
+    matrix[:] = row
+    return matrix

@@ -94,7 +94,8 @@ class TiledFamily(Generic[T]):
 
     def prepare(self, settings: Settings, gpu: Gpu) -> SingleRun[T]:
         """Returns a callable that runs single requests of these settings."""
-        scheduler = self.scheduler(settings, gpu.arch, gpu.sms)
+        scaled_alike = settings._replace(sm_scale=1.0, v_scale=1.0)  # scales decide no schedule: their memos are shared
+        scheduler = self.scheduler(scaled_alike, gpu.arch, gpu.sms)
         return SingleRun(settings, gpu, scheduler, lambda *tile: prepared(self.loaded, settings, *tile, gpu))
 
     def launches(self, problem: Problem, arch: Arch, sms: int) -> list[KernelLaunch]:
