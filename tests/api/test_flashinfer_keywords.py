@@ -251,7 +251,7 @@ ELSEWHERE = {  # other callables of the table: the tests of their parameters
     "MLAPlanMetadata.*": "tests/api/test_mla.py",
     "nvfp4_*": "tests/api/test_quantization.py",
     "*packbits": "tests/api/test_bit_packing.py",
-    "FP4Tensor.*": "tests/api/test_trtllm_decode.py",
+    "FP4Tensor.*": "tests/api/test_decode.py",
 }
 
 
