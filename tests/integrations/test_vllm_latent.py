@@ -70,7 +70,7 @@ def test_steps_of_graphs(name: str, device: str) -> None:
     case, return_lse = placed(BATCHES[name], device), name == "decodes"
     step, cache, rows = described(case, device, padding=2), case.cache.nan_to_num(), len(case.q)
     query = torch.cat((case.q, torch.full_like(case.q[:1], 9.0).expand(2 * max(case.q_lens), -1, -1)))
-    captured = device if step.decodes.uniform else "cpu"  # vLLM captures no others
+    captured = device if step.starts is None else "cpu"  # vLLM captures no others
     graph = Graph(captured, lambda: latent.decode(query, cache, step, SCALE, 1.0, return_lse))
     shorter = dataclasses.replace(case, kv_lens=[n - 2 for n in case.kv_lens], made={})
     shorter.made.update(case.made)
