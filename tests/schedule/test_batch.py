@@ -16,6 +16,7 @@ from cute_attn.schedule import cost_model
 from cute_attn.schedule.batch import SchedulerParams, WorkList, schedule, typical_qo_len
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS
+from tests.support.device_schedules import random_case
 from tests.support.makespan import DECODE, PREFILL, lengths_of, makespan
 from tests.support.plain_schedule import plain_schedule
 
@@ -152,6 +153,16 @@ def test_every_visible_tile_once_within_the_workspace_longest_first(
     assert work.ints.tolist() == plain_schedule(lengths, params, limits)
     if limits.disable_split_kv:
         assert not len(work.merges)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_batches_of_more_lengths_than_there_are_bins(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(600):
+        case = random_case(rng, most_requests=70, most_tokens=4000)
+        lengths, limits = lengths_of(case.qo_len, case.kv_len), case.limits._replace(fixed_split_size=None)
+        expected = plain_schedule(lengths, case.params, limits)
+        assert schedule(lengths, case.params, limits).ints.tolist() == expected, case
 
 
 @st.composite
