@@ -81,7 +81,7 @@ FASTER: dict[str, dict[int, dict[int | None, Faster]]] = {
 # Packed query rows from which on selection may differ over k and v of so many bits per element. Finer ones would make
 # plans anew instead of following.
 ROWS_CLASSES = {
-    bits: sorted({n for of in FASTER.values() for x in of[bits].values() for n in (x.rows.start, x.rows.stop)} - {MOST})
+    bits: sorted({n for by in FASTER.values() for x in by[bits].values() for n in (x.rows.start, x.rows.stop)} - {MOST})
     for bits in (8, 16)
 }
 

@@ -86,8 +86,8 @@ def load_of(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
     if features.chunk_invariant:
         return UNKNOWN_LOAD
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    where = faster("xqa", features)
-    if not features.decode or where is None or not where.whole:
+    where = faster("xqa", features) if features.decode else None
+    if where is None or not where.whole:
         return Load(rows)
     rule = rule_of(settings, HOPPER, batch_size, qo_len)  # by what is known without the keys
     return Load(rows, rule.value[0].work in (*WHOLE, "cluster"))

@@ -20,9 +20,9 @@ from cute_attn import emulator
 from cute_attn.integrations import aten_flash, workspaces
 from cute_attn.integrations.distributed.decode import Partials
 from cute_attn.integrations.distributed.ranks import Ranks
-from cute_attn.integrations.sglang import metadata
+from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables
-from cute_attn.integrations.sglang.steps import GraphTables
+from cute_attn.integrations.sglang.steps import GraphTables, Operands, PlannedAttention
 from cute_attn.reference.attention import attention
 from cute_attn.runtime import counters, launch, staging
 from cute_attn.runtime.staging import Staging
@@ -30,6 +30,7 @@ from tests.support.dense_attention import assert_near, random, seen
 from tests.support.dense_attention import attention as oracle
 from tests.support.entry_points import ENTRIES, NEW_RESULTS, PREFIXES, Entry, direct, operands
 from tests.support.executors import GPU_MARKS
+from tests.support.sglang_case import BF16, KINDS, Server, begin
 
 State = Callable[[], AbstractContextManager[object]]
 
@@ -119,10 +120,14 @@ def test_torch_sdpa(dtype: torch.dtype) -> None:
         assert_near(request.transpose(0, 1), None, oracle(q, k, v, seen(6, 32, causal=False)))
 
 
-def test_lengths_of_sglang() -> None:
+def test_steps_of_sglang() -> None:
+    server, kind = Server(16, [40, 9], q_lens=[3, 1]), KINDS["full"]
+    out = torch.empty_like(server.q)
     with defaults(torch.float64):
-        lengths = metadata.lengths([1, 2], [3, 4], 4)
-    assert [x.tolist() for x in lengths[:3]] == [[0, 1, 3], [0, 1, 2], [3, 4]]
+        attention = PlannedAttention(workspaces.Workspaces.on("cpu").planned, ServerFacts(*[BF16] * 2, 16), False)
+        begin(server, attention)
+        attention.run(Operands(kind, server.q, server.cache, out))
+    server.check(out, kind)
 
 
 def test_pinned_memory_is_asked_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

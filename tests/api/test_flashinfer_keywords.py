@@ -4,8 +4,8 @@ values do.
 `tests/support/data/flashinfer_0_7_2.json` holds FlashInfer's: `signatures` of what this library means to have, and
 `other_names`. Every name is there, or listed here with a reason for its absence; every parameter has the same place and
 default, or is listed here with a reason for the difference. Another value of a parameter that has a default, or of one
-that we have besides, changes the result or is refused; what asks for nothing that a result shows is listed, too
-(`NO_EFFECT`). Numbers are compared with oracles elsewhere (`test_honour.py`, `tests/engines`).
+that we have besides, changes the result or is refused, or is listed, too (`NO_EFFECT`). Numbers are compared with
+oracles elsewhere (`test_honour.py`, `tests/engines`).
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ ELSEWHERE = {  # other callables of the table: the tests of their parameters
     "MLAPlanMetadata.*": "tests/api/test_mla.py",
     "nvfp4_*": "tests/api/test_quantization.py",
     "*packbits": "tests/api/test_bit_packing.py",
-    "FP4Tensor.*": "tests/api/test_trtllm_decode.py",
+    "FP4Tensor.*": "tests/api/test_decode.py",
 }
 
 

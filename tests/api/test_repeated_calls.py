@@ -167,9 +167,9 @@ def test_scales_on_the_device_have_no_known_sign(monkeypatch: pytest.MonkeyPatch
     scale = torch.ones(1, device="meta")
     for _ in range(2):
         with_number, with_tensor = problem(**given, k_scale=2.0), problem(**given, k_scale=scale, v_scale=scale)
-        assert with_number.features.positive_scale
+        assert with_number.settings.features.positive_scale
         assert with_number.scale_tensors == ()
-        assert not with_tensor.features.positive_scale
+        assert not with_tensor.settings.features.positive_scale
         assert with_tensor.scale_tensors[0] is with_tensor.v_scale_tensor is scale
         assert with_tensor.settings.sm_scale == with_number.settings.sm_scale / 2
 

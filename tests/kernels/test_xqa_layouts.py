@@ -11,7 +11,6 @@ pytest.importorskip("cutlass.cute", reason="needs the DSL", exc_type=ImportError
 
 from cute_attn.kernels.xqa.parts.layouts import LINE, BlockLayout, TileLayout
 
-COLS = 64
 LAYOUTS = [TileLayout(32), TileLayout(64), TileLayout(128), TileLayout(512), BlockLayout(64), BlockLayout(128)]
 BLOCKS = [layout for layout in LAYOUTS if isinstance(layout, BlockLayout)]
 

@@ -16,6 +16,7 @@ from cute_attn.schedule import cost_model
 from cute_attn.schedule.batch import SchedulerParams, WorkList, schedule, typical_qo_len
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS
+from tests.support.device_schedules import random_case
 from tests.support.makespan import DECODE, PREFILL, lengths_of, makespan
 from tests.support.plain_schedule import plain_schedule
 
@@ -154,6 +155,16 @@ def test_every_visible_tile_once_within_the_workspace_longest_first(
         assert not len(work.merges)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_batches_of_more_lengths_than_there_are_bins(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(600):
+        case = random_case(rng, most_requests=70, most_tokens=4000)
+        lengths, limits = lengths_of(case.qo_len, case.kv_len), case.limits._replace(fixed_split_size=None)
+        expected = plain_schedule(lengths, case.params, limits)
+        assert schedule(lengths, case.params, limits).ints.tolist() == expected, case
+
+
 @st.composite
 def graph_plans(draw: st.DrawFn) -> tuple[GraphLimits, list[BatchLengths]]:
     """Draws the limits of a captured launch, and batches within them, small and as large as they allow."""
@@ -218,20 +229,16 @@ def test_fixed_splits_do_not_depend_on_other_requests(
 
 
 def test_a_fixed_split_size_that_does_not_fit_names_the_bytes() -> None:
-    limits = BatchLimits(workspace_bytes=1000, fixed_split_size=4096)
-    with pytest.raises(
-        WorkspaceError, match=rf"must have {2 * 8 * 16 * 516} bytes for fixed_split_size=4096.*got 1000"
-    ):
-        schedule(lengths_of([1, 1], [8192, 4096]), DECODE, limits)
-    with pytest.raises(RuntimeError, match="float_workspace_buffer"):
-        schedule(lengths_of([1, 1], [8192, 4096]), DECODE, limits)
+    message = rf"float_workspace_buffer must have {2 * 8 * 16 * 516} bytes for fixed_split_size=4096.*got 1000"
+    with pytest.raises(WorkspaceError, match=message) as error:
+        schedule(lengths_of([1, 1], [8192, 4096]), DECODE, BatchLimits(1000, fixed_split_size=4096))
+    assert isinstance(error.value, RuntimeError)
 
 
 def test_a_fixed_split_size_of_too_many_splits_names_one_that_works() -> None:
     lengths = lengths_of([1], [129 * 64])
-    with pytest.raises(
-        RuntimeArgumentError, match=r"at most 128 parts, got 1 tokens, which make 129; .* needs at least 128"
-    ):
+    message = r"at most 128 parts, got 1 tokens, which make 129; .* needs at least 128"
+    with pytest.raises(RuntimeArgumentError, match=message):
         schedule(lengths, DECODE, LIMITS._replace(fixed_split_size=1))
     assert len(schedule(lengths, DECODE, LIMITS._replace(fixed_split_size=128)).items) == 65
     with pytest.raises(RuntimeArgumentError, match="fixed_split_size must be at least 1 token, got 0"):
