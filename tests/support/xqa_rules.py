@@ -5,6 +5,7 @@ no rule has.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import pytest
 
@@ -48,4 +49,4 @@ def _bounds(rule: Rule[tiles.Rings], field: str) -> tuple[int, ...]:
 def _moved(rule: Rule[tiles.Rings], steps: dict[str, dict[int, int]]) -> Rule[tiles.Rings]:
     bounds = {field: _bounds(rule, field) for field in steps}
     changes = {field: range(*(steps[field].get(n, n) for n in ends)) for field, ends in bounds.items() if ends}
-    return Rule(rule.value, {**rule.when, **changes})
+    return replace(rule, when={**rule.when, **changes})
