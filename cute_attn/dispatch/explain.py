@@ -22,20 +22,16 @@ CHOSEN, PASSED_OVER, ABLE, REFUSED = "chosen", "passed over", "able", "refused"
 
 
 class Verdict(NamedTuple):
-    """What selection says of a backend. `why`: the reason, empty for a refusal, which has `refusals`. `rule`: of the
-    chosen one, by which a launch takes its kernel.
-    """
+    """What selection says of a backend. `why`: the reason, empty for a refusal, which has `refusals`."""
 
     backend: str
     verdict: str
     why: str
     refusals: tuple[Refusal, ...] = ()
-    rule: str = ""
+    rule: str = ""  # by which the chosen one takes its kernel
 
 
 Launch = tuple[Settings, BatchLengths, BatchLimits, int]  # what rules are asked; multiprocessors, 0: of a typical GPU
-
-
 NVFP4 = "nvfp4"  # a `kv_dtype` that torch has no name for
 
 
