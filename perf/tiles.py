@@ -15,6 +15,7 @@ from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.host.persistent import family
 from cute_attn.kernels.host.persistent.family import PersistentFamily
 from cute_attn.kernels.programs import program
+from cute_attn.kernels.rules import Rule
 from cute_attn.problem import Features
 from cute_attn.runtime import artifacts
 from perf import peers
@@ -63,7 +64,7 @@ class Trial(NamedTuple):
 
 def of_table(w: BatchWorkload) -> HopperTile:
     """Returns the tile of the table for long requests of these head dims."""
-    return tiles.choose(TileProblem((w.head_dim, w.head_dim_vo)))
+    return tiles.rule_of(TileProblem((w.head_dim, w.head_dim_vo))).value
 
 
 def neighbours(head_dim: int, start: HopperTile) -> list[HopperTile]:
@@ -109,7 +110,7 @@ def force(trial: Trial) -> AbstractContextManager[None]:
 
     patches: list[Any] = []
     if trial.tile is not None:
-        patches.append(mock.patch.object(PersistentFamily, "tile", return_value=trial.tile))
+        patches.append(mock.patch.object(PersistentFamily, "rule", return_value=Rule(trial.tile, {})))
     if trial.packed is not None:
         patches.append(mock.patch.object(PersistentFamily, "heads_per_tile", heads))
     if trial.section_mib is not None:

@@ -190,6 +190,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.host": {
         "kernels.programs",
         "kernels.formats",
+        "kernels.rules",
         "kernels.blocks.data",
         "kernels.combine.spec",
         "kernels.plan.spec",
@@ -198,7 +199,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.catalog": {*SPECS, "kernels.formats", "runtime"},
     "kernels.programs": {*SPECS, *KERNELS, "runtime"},
     "kernels.blocks": {"kernels.blocks.data", "kernels.formats", "schedule", "runtime"},
-    "kernels.blocks.data": {"kernels.formats", "runtime"},
+    "kernels.blocks.data": {"kernels.formats", "kernels.rules", "runtime"},
     "kernels.formats": set(),
     "kernels.rules": set(),
     "request": {"schedule", *TYPES},

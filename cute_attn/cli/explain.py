@@ -14,6 +14,7 @@ from cute_attn.runtime.spec import KernelSpec
 
 if TYPE_CHECKING:
     from cute_attn.dispatch.capabilities import Load
+    from cute_attn.dispatch.explain import Launch
     from cute_attn.kernels.host.batch import BatchSchedule
     from cute_attn.problem import BatchLengths, Features, Settings
 
@@ -79,6 +80,7 @@ class Asked(NamedTuple):
 
     features: Features
     load: Load
+    launch: Launch
     title: str
     planned: Callable[[Any], tuple[str, Launches]]
 
@@ -104,7 +106,8 @@ def of_request(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -
     problem = problem._replace(settings=problem.settings._replace(features=features))
     load = select.load_of(problem.settings, problem.qo_len)
     title = f"qo_len {problem.qo_len}, kv_len {problem.kv_len}"
-    return Asked(features, load, title, lambda family: ("", family.launches(problem, arch, sms)))
+    launch = explain.launch_of(problem, sms)
+    return Asked(features, load, launch, title, lambda family: ("", family.launches(problem, arch, sms)))
 
 
 def answer(options: argparse.Namespace, arch: archs.Arch | None, sms: int, asked: Asked) -> int:
@@ -112,7 +115,7 @@ def answer(options: argparse.Namespace, arch: archs.Arch | None, sms: int, asked
     from cute_attn.dispatch import explain, select
     from cute_attn.dispatch.families import FAMILIES
 
-    found = explain.verdicts(asked.features, arch, asked.load)
+    found = explain.verdicts(asked.features, arch, asked.load, asked.launch)
     chosen = next((each.backend for each in found if each.verdict == explain.CHOSEN), None)
     schedule, planned = asked.planned(FAMILIES[chosen]) if chosen and arch is not None else ("", [])
     if options.json:
@@ -126,7 +129,7 @@ def answer(options: argparse.Namespace, arch: archs.Arch | None, sms: int, asked
         }
         print(json.dumps(document, indent=1))
     else:
-        print(explain.text(asked.features, arch, asked.load))
+        print(explain.text(asked.features, arch, asked.load, asked.launch))
         if arch is not None and (planned or schedule):
             print("\n".join(filter(None, (f"\n{asked.title} on {sms} multiprocessors of {arch.name}:", schedule))))
         for spec, grid in planned:
@@ -182,7 +185,8 @@ def of_batch(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> 
 
     pages = f" in pages of {options.page_size}" if options.page_size else ""
     title = f"{_count(lengths.batch_size, 'request')}, {_count(lengths.rows, 'query token')}"
-    return Asked(settings.features, load, f"{title}, {lengths.total_kv} keys{pages}", planned)
+    launch, title = (settings, lengths, limits, sms), f"{title}, {lengths.total_kv} keys{pages}"
+    return Asked(settings.features, load, launch, title, planned)
 
 
 def schedule(plan: BatchSchedule[object]) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cute_attn.dispatch import select
 from cute_attn.dispatch.capabilities import BACKENDS, EMULATOR, Backend, Load, Pass
+from cute_attn.dispatch.families import FAMILIES
 from cute_attn.errors import ArgumentError, Refusal
-from cute_attn.problem import DecodeProblem, Features, Problem, Request
+from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, DecodeProblem, Features, Problem, Request, Settings
 from cute_attn.request import checks, nvfp4, single
 from cute_attn.request.settings import Call
 from cute_attn.runtime import arch as archs
@@ -26,8 +28,10 @@ class Verdict(NamedTuple):
     verdict: str
     why: str
     refusals: tuple[Refusal, ...] = ()
+    rule: str = ""  # by which the chosen one takes its kernel
 
 
+Launch = tuple[Settings, BatchLengths, BatchLimits, int]  # what rules are asked; multiprocessors, 0: of a typical GPU
 NVFP4 = "nvfp4"  # a `kv_dtype` that torch has no name for
 
 
@@ -76,7 +80,8 @@ def explain(
 
     Returns
     -------
-    A title line, then a line per backend and, indented, the reasons of refusals.
+    A title line, then a line per backend and, indented, the reasons of refusals. Of a single request the rule by which
+    the chosen backend takes its kernel on a typical GPU of `arch`: its conditions and what was measured.
 
     Raises
     ------
@@ -95,23 +100,23 @@ def explain(
     checks.boolean("sinks", sinks)
     if rows is not None and (not isinstance(asked, Features) or checks.integer("rows", rows) < 1):
         raise ArgumentError(f"rows must be None, or at least 1 with Features, got {checks.describe(rows)}")
-    found = _arch(arch)
+    found, request = _arch(arch), asked if isinstance(asked, Problem) else None
     if isinstance(asked, (Features, Problem, DecodeProblem)):
         _refuse_keywords(changed, "Features")
         features = asked if isinstance(asked, Features) else asked.settings.features
         load = Load(rows) if isinstance(asked, Features) else select.load_of(asked.settings, asked.qo_len)
     else:
         call = described(options) if asked is None else _with_tensors(asked, options, changed)
-        problem = single.problem(call)
-        features = problem.settings.features
-        load = select.load_of(problem.settings, problem.qo_len)
+        request = single.problem(call)
+        features = request.settings.features
+        load = select.load_of(request.settings, request.qo_len)
         if asked is None and arch is None:
             found = archs.for_device(torch.cuda.current_device()) if torch.cuda.is_available() else _arch("sm_90a")
     if found is not None:
         features = features._replace(device=torch.device("cuda"))
     elif arch is not None:
         features = features._replace(device=torch.device("cpu"))
-    return text(features, found, load)
+    return text(features, found, load, request and launch_of(request))
 
 
 DEFAULTS: dict[str, Any] = dict(explain.__kwdefaults__ or {})
@@ -200,8 +205,15 @@ def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Namespace)
     )
 
 
-def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]:
-    """Return what selection says of every backend. `arch` None: that of the features' device."""
+def launch_of(problem: Problem, sms: int = 0) -> Launch:
+    """Return the launch of a request: of a batch of one."""
+    qo_len, kv_len = problem.qo_len, problem.kv_len
+    lengths = BatchLengths(np.array([0, qo_len]), np.array([0, kv_len]), np.array([kv_len]))
+    return problem.settings, lengths, BatchLimits(UNLIMITED, max_qo_len=qo_len), sms
+
+
+def verdicts(features: Features, arch: Arch | None, load: Load, launch: Launch | None) -> list[Verdict]:
+    """Return what selection says of every backend. `arch` None: that of the features' device. `launch`: if known."""
     arch = select.arch_for(features.device, arch)
     candidates = select.candidates(features, "auto", load, arch)
     able = [b for b in candidates if not select.reasons_against(b, features, arch)]
@@ -212,12 +224,18 @@ def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]
         if refusals := select.reasons_against(backend, features, arch):
             found.append(Verdict(backend.name, REFUSED, "", tuple(refusals)))
         elif backend in able[:1]:
-            found.append(Verdict(backend.name, CHOSEN, _why_chosen(features, rule, able) + note))
+            of_kernel = _rule_of(backend, launch, arch) if launch and arch else ""
+            found.append(Verdict(backend.name, CHOSEN, _why_chosen(features, rule, able) + note, (), of_kernel))
         elif rule.why:
             found.append(Verdict(backend.name, PASSED_OVER, f"{rule.why}: another backend is faster there{note}"))
         else:
             found.append(Verdict(backend.name, ABLE, f'taken only with backend="{backend.name}"'))
     return found
+
+
+def _rule_of(backend: Backend, launch: Launch, arch: Arch) -> str:
+    settings, lengths, limits, sms = launch
+    return str(FAMILIES[backend.name].rule_of(settings, lengths, limits, arch, sms or archs.TYPICAL_SMS[arch.name]))
 
 
 def _why_chosen(features: Features, rule: Pass, able: list[Backend]) -> str:
@@ -229,10 +247,10 @@ def _why_chosen(features: Features, rule: Pass, able: list[Backend]) -> str:
     return f"the first of {order} that takes it and is not passed over"
 
 
-def text(features: Features, arch: Arch | None, load: Load) -> str:
+def text(features: Features, arch: Arch | None, load: Load, launch: Launch | None) -> str:
     """Return the verdicts as text. What to use instead of a refused feature is said only if nothing is chosen."""
     arch = select.arch_for(features.device, arch)
-    found = verdicts(features, arch, load)
+    found = verdicts(features, arch, load, launch)
     chosen = any(each.verdict == CHOSEN for each in found)
     lines = [select.title(features, arch)]
     for each in found:
@@ -244,6 +262,7 @@ def text(features: Features, arch: Arch | None, load: Load) -> str:
             lines.append(f"  {each.backend}: able, passed over: {each.why}")
         else:
             lines.append(f"  {each.backend}: {each.verdict}{',' if each.verdict == ABLE else ':'} {each.why}")
+            lines += [f"    rule: {each.rule}"] if each.rule else []
     if not chosen:
         lines.append("  no backend of a GPU takes this problem")
     return "\n".join(lines)

@@ -29,6 +29,11 @@ class Rule(Generic[T]):
     when: Mapping[str, Collection[Any]]  # values by the name of what is known of a launch
     note: str = ""  # what was measured, and on which GPU
 
+    def __str__(self) -> str:
+        """Return the conditions and the note in words."""
+        conditions = ", ".join(filter(None, map(_words, self.when, self.when.values()))) or "all other launches"
+        return f"{conditions} -- {self.note}" if self.note else conditions
+
     def covers(self, other: Rule[T], given: Collection[str] = ()) -> bool:
         """Tell whether the rule applies to every launch to which another does, which agree in the names `given`."""
         return all(
@@ -36,6 +41,18 @@ class Rule(Generic[T]):
             for name, values in self.when.items()
             if name not in given
         )
+
+
+def _words(name: str, values: Collection[Any]) -> str:
+    """Return a condition in words."""
+    name = name.replace("_", " ")
+    if isinstance(values, range):
+        least, most = values.start, values.stop - 1
+        told = f"from {least}" if values.stop == MOST else f"{least} to {most}" if least else f"up to {most}"
+        return f"{name} {most if least == most else told}"
+    if True in values or False in values:
+        return "" if len(values) == 2 else name if True in values else f"not {name}"
+    return f"{name} {' or '.join(str(value) or '16-bit' for value in values)}"
 
 
 def _contains(values: Collection[Any], others: Collection[Any]) -> bool:

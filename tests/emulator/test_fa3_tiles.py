@@ -18,7 +18,7 @@ from cute_attn.emulator.settings import Emulation
 from cute_attn.kernels.blocks.tiles import Launch, TileProblem, tile_rows
 from cute_attn.kernels.fa3.host.family import FAMILY
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
-from cute_attn.kernels.fa3.tiles import choose
+from cute_attn.kernels.fa3.tiles import rule_of
 from cute_attn.kernels.host import family as tiled_family
 from cute_attn.kernels.host.persistent import family as persistent_family
 from cute_attn.schedule import cost_model
@@ -80,7 +80,7 @@ NARROW: tuple[tuple[tuple[int, int], BatchCase], ...] = (  # rows and CTAs per S
 def assert_tile(launch: Launch, mask: str, emulation: Emulation) -> None:
     spec = emulation.records[0].spec
     head_dims = spec["head_dim_qk"], spec["head_dim_vo"]
-    tile = choose(TileProblem(head_dims, full=mask != "causal", launch=launch))
+    tile = rule_of(TileProblem(head_dims, full=mask != "causal", launch=launch)).value
     assert spec["tile"] == asdict(tile)
 
 

@@ -21,6 +21,7 @@ from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.host import gpu as gpus
 from cute_attn.kernels.host.family import SplitKvBatchRun
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.rules import Rule
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import named
@@ -43,6 +44,7 @@ from tests.support.right import Built, build
 
 GPU = Gpu(named("sm_90a"), 0, 66)
 TILE = Tile(16, 16, 1, 1, 2)  # small: small problems then have many
+SMALL = Rule(lambda *_: TILE, {})
 DECODE = decode((40, 3, 0), page_size=4, **heads(4, 2))
 LONG = ragged((1, 1, 1), (40, 0, 900), **heads(6, 2))  # whose last request is cut
 
@@ -50,7 +52,7 @@ LONG = ragged((1, 1, 1), (40, 0, 900), **heads(6, 2))  # whose last request is c
 @pytest.fixture(autouse=True)
 def on_fa2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Launches of small tiles, recorded."""
-    monkeypatch.setattr(fa2_family.tiles, "choose", lambda *args: TILE)
+    monkeypatch.setattr(fa2_family.tiles, "rule_of", lambda *args: SMALL)
     monkeypatch.setattr(fa2_family.tiles, "resident_ctas", lambda *args: 2)
     monkeypatch.setattr(gpus, "of_device", lambda index: GPU)
     monkeypatch.setattr(select, "chosen", lambda features, name, *load: capabilities.BY_NAME["fa2"])
@@ -217,11 +219,11 @@ def test_tiles_do_not_depend_on_the_batch(splits: dict[str, Any], monkeypatch: p
     """Where a promise says that bits do not: another tile sums in another order."""
     asked = set()
 
-    def choose(kind: Any, rows: int, arch: Any) -> Tile:
+    def rule_of(kind: Any, rows: int) -> Rule[Any]:
         asked.add((len(made), rows))
-        return TILE
+        return SMALL
 
-    monkeypatch.setattr(fa2_family.tiles, "choose", choose)
+    monkeypatch.setattr(fa2_family.tiles, "rule_of", rule_of)
     made: list[Any] = []
     for qo_lens in ((1,), (1, 1), (7, 300), (64, 0, 2)):
         case = paged(qo_lens, (30,) * len(qo_lens), **splits)

@@ -40,7 +40,7 @@ def scheduler(target: Target, problem: Problem, sms: int = 132) -> Scheduler[Any
 def tile_of(target: Target, problem: Problem) -> Any:
     rows = problem.qo_len * problem.settings.features.num_qo_heads
     launch = launch_of(rows, 132, problem.qo_len, problem.kv_len)
-    return target.family.tile(problem.settings, target.arch.name, launch)
+    return target.family.rule(problem.settings, target.arch.name, launch).value
 
 
 def maps(target: Target, problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from typing import Any, get_args
 
@@ -13,7 +12,7 @@ from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, PAGE_ALIGNED, Launch, 
 from cute_attn.kernels.fa3 import tiles as fa3_tiles
 from cute_attn.kernels.fa3.default_specs import default_specs as fa3_specs
 from cute_attn.kernels.fa3.smem import Fp8KvMemory, HopperMemory
-from cute_attn.kernels.fa3.spec import Fa3Spec
+from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.fa4 import tiles as fa4_tiles
 from cute_attn.kernels.fa4.default_specs import default_specs as fa4_specs
 from cute_attn.kernels.fa4.smem import BlackwellMemory
@@ -32,12 +31,20 @@ SPECS = {"sm_90a": fa3_specs(), **{arch: fa4_specs(named(arch)) for arch in fa4_
 WINDOWS = ((-1, 1), (127, 8), (127, 1), (511, 8), (1023, 8))  # `window_left` and heads per kv head
 
 
+def fa3_tile(problem: TileProblem) -> HopperTile:
+    return fa3_tiles.rule_of(problem).value
+
+
+def fa4_tile(problem: TileProblem, arch: str = "sm_100a") -> BlackwellTile:
+    return fa4_tiles.rule_of(arch, problem).value
+
+
 def tiles_of(arch: str, operands: Operands) -> list[tuple[tuple[int, int], Any]]:
     """Returns the head dims and tiles of all kinds of problems."""
     tiles, family = (fa3_tiles, FA3.family) if arch == "sm_90a" else (fa4_tiles, FA4.family)
     known = itertools.product(("dense", "paged", "gathered"), (False, True), (False, True), WINDOWS, get_args(Launch))
     return [
-        (dims, family.choose_tile(arch, TileProblem(dims, kv, operands, plain, full, *window, launch)))
+        (dims, family.rule_for(arch, TileProblem(dims, kv, operands, plain, full, *window, launch)).value)
         for kv, plain, full, window, launch in known
         for dims in (FP8_HEAD_DIMS if operands == "fp8" else tiles.HEAD_DIMS)
     ]
@@ -60,7 +67,7 @@ def test_where_pages_come_from(tiles: Any, head_dims: tuple[int, int]) -> None:
     assert [sources[size] for size in (1, 3, 5, 8, 63, 100)] == ["gathered"] * 6
     sources = {size: tiles.page_source((128, 128), size, "fp8_kv") for size in (1, 4, 8, 64)}
     assert list(sources.values()) == ["gathered", "gathered", "paged", "paged"]
-    choose = functools.partial(tiles.choose, *([] if tiles is fa3_tiles else ["sm_100a"]))
+    choose = fa3_tile if tiles is fa3_tiles else fa4_tile
     assert choose(TileProblem(head_dims, "paged")).cols % PAGE_ALIGNED == 0
     if tiles is fa3_tiles:
         tile = choose(TileProblem(head_dims, "gathered"))
@@ -72,7 +79,7 @@ def test_where_pages_come_from(tiles: Any, head_dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("tile", "change", "rule"),
     [
-        (fa3_tiles.choose(TileProblem((64, 64))), {"rows": 256}, "rows must be 64, 128 or 192"),
+        (fa3_tile(TileProblem((64, 64))), {"rows": 256}, "rows must be 64, 128 or 192"),
         (BlackwellTile(), {"cols": 96}, "cols must"),
         (BlackwellTile(), {"query_tiles": 3}, "query_tiles must"),
     ],
@@ -89,17 +96,17 @@ def test_tiles_of_windows() -> None:
     """CTAs that share an SM fit it; a long window at head dim 128 has the tile of other masks."""
     for head_dims in ((64, 64), (128, 128)):
         window = TileProblem(head_dims, "paged", plain=False, window_left=127)
-        narrow = fa3_tiles.choose(window)
+        narrow = fa3_tile(window)
         bytes_ = HopperMemory.of(Fa3Spec("float16", "float16", *head_dims, kv="paged", tile=narrow)).bytes
         assert narrow.per_sm * (bytes_ + 1024) <= 228 << 10
-        assert fa3_tiles.choose(window._replace(kv="gathered")).mma_warpgroups == 2
+        assert fa3_tile(window._replace(kv="gathered")).mma_warpgroups == 2
     for window_left, group, rows in ((191, 8, 64), (192, 8, 192), (1024, 4, 192), (1025, 8, 64), (191, 2, 64)):
-        tile = fa3_tiles.choose(TileProblem((64, 64), plain=False, window_left=window_left, group=group))
+        tile = fa3_tile(TileProblem((64, 64), plain=False, window_left=window_left, group=group))
         assert (tile.rows, tile.from_first_key) == (rows, group >= 4 and window_left <= 1024)
-    odd = fa3_tiles.choose(TileProblem((64, 64), plain=False, window_left=500, group=5))  # heads that fill no tile
+    odd = fa3_tile(TileProblem((64, 64), plain=False, window_left=500, group=5))  # heads that fill no tile
     assert odd.per_sm == 3
     modified = TileProblem((128, 128), "paged", plain=False)
-    assert fa3_tiles.choose(modified) == fa3_tiles.choose(modified._replace(window_left=1023)) != narrow
+    assert fa3_tile(modified) == fa3_tile(modified._replace(window_left=1023)) != narrow
 
 
 def test_tiles_follow_the_size_of_the_launch() -> None:
@@ -123,10 +130,10 @@ def test_tiles_follow_the_size_of_the_launch() -> None:
         (head_dims,), (launch, *_), of = (rule.when[name] for name in ("head_dims", "launch", "full"))
         usual = TileProblem(head_dims)
         sized = usual._replace(launch=launch)
-        assert fa3_tiles.choose(sized) == rule.value != fa3_tiles.choose(usual)
-        assert (fa3_tiles.choose(sized._replace(full=True)) == fa3_tiles.choose(usual)) == (True not in of)
+        assert fa3_tile(sized) == rule.value != fa3_tile(usual)
+        assert (fa3_tile(sized._replace(full=True)) == fa3_tile(usual)) == (True not in of)
         for change in ({"kv": "paged"}, {"kv": "gathered"}, {"plain": False}):
-            assert fa3_tiles.choose(sized._replace(**change)) == fa3_tiles.choose(usual._replace(**change))
+            assert fa3_tile(sized._replace(**change)) == fa3_tile(usual._replace(**change))
 
 
 def test_tiles_that_wait_to_be_widened_fit_shared_memory() -> None:
@@ -154,22 +161,22 @@ def test_tiles_fit_shared_memory(arch: str, dtypes: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("head_dims", fa4_tiles.HEAD_DIMS)
 def test_the_fma_units_help_the_slower_mufu_only(head_dims: tuple[int, int]) -> None:
-    slow, fast = (fa4_tiles.choose(arch, TileProblem(head_dims)) for arch in fa4_tiles.ARCHS)
+    slow, fast = (fa4_tile(TileProblem(head_dims), arch) for arch in fa4_tiles.ARCHS)
     assert fast == dataclasses.replace(slow, polynomial=0)
     assert (slow.polynomial > 0) == (sum(head_dims) < 512)  # from there on tensor cores need twice as long as the MUFU
 
 
 @pytest.mark.parametrize("head_dims", [(112, 112), (128, 128), (192, 128)])
 def test_pairs_where_all_rows_see_all_keys(head_dims: tuple[int, int]) -> None:
-    ctas = {full: fa4_tiles.choose("sm_100a", TileProblem(head_dims, full=full)).ctas for full in (False, True)}
+    ctas = {full: fa4_tile(TileProblem(head_dims, full=full)).ctas for full in (False, True)}
     assert ctas == {False: 1, True: 2}
-    assert fa4_tiles.choose("sm_100a", TileProblem(head_dims, "gathered", full=True)).ctas == 1
-    assert fa4_tiles.choose("sm_100a", TileProblem((128, 128), operands="fp8", full=True)).ctas == 1
+    assert fa4_tile(TileProblem(head_dims, "gathered", full=True)).ctas == 1
+    assert fa4_tile(TileProblem((128, 128), operands="fp8", full=True)).ctas == 1
 
 
 @pytest.mark.parametrize(("dim", "runs_as"), [(32, 64), (72, 96), (112, 128), (192, 256)])
 def test_other_head_dims_run_in_the_next_larger_tile(dim: int, runs_as: int) -> None:
-    own, larger = (fa4_tiles.choose("sm_100a", TileProblem((n, n))) for n in (dim, runs_as))
+    own, larger = (fa4_tile(TileProblem((n, n))) for n in (dim, runs_as))
     assert own == larger
 
 

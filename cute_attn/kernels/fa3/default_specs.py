@@ -7,7 +7,7 @@ from typing import Any
 from cute_attn.kernels.blocks.persistent_spec import GATHERED, ITEMS, MODIFIED
 from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, Launch, Operands, TileProblem
 from cute_attn.kernels.fa3.spec import Fa3Spec
-from cute_attn.kernels.fa3.tiles import HEAD_DIMS, SIZED, choose
+from cute_attn.kernels.fa3.tiles import HEAD_DIMS, SIZED, rule_of
 from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.spec import KernelSpec
 
@@ -92,4 +92,4 @@ def _spec(
         group=group,
         launch=launch,
     )
-    return Fa3Spec(dtype, out_dtype, *dims, tile=choose(problem), **rest)
+    return Fa3Spec(dtype, out_dtype, *dims, tile=rule_of(problem).value, **rest)

@@ -7,7 +7,7 @@ from typing import Any
 from cute_attn.kernels.blocks.persistent_spec import GATHERED, ITEMS, MODIFIED
 from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS, Operands, TileProblem
 from cute_attn.kernels.fa4.spec import Fa4Spec
-from cute_attn.kernels.fa4.tiles import choose
+from cute_attn.kernels.fa4.tiles import rule_of
 from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
@@ -64,4 +64,4 @@ def _spec(
 ) -> KernelSpec:
     operands: Operands = "fp8" if dtype in FP8_DTYPES else "fp8_kv" if "kv_dtype" in rest else ""
     problem = TileProblem(dims, rest.get("kv", "dense"), operands, full=full)
-    return Fa4Spec(dtype, out_dtype, *dims, tile=choose(arch, problem), **rest)
+    return Fa4Spec(dtype, out_dtype, *dims, tile=rule_of(arch, problem).value, **rest)

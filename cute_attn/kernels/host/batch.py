@@ -12,6 +12,7 @@ from cute_attn.kernels.combine.spec import RowsOfWarps, rows_of_warps
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, launch_nothing, optional_tensors
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
+from cute_attn.kernels.rules import Rule
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
 from cute_attn.runtime.launch import Settled, Values, current_stream
 from cute_attn.schedule.batch import WorkList, max_qo_len
@@ -28,6 +29,7 @@ class Tiling(Generic[T_co]):
     """A family's tile for a batch, the parameters of the scheduler, and how the kernel takes its tiles."""
 
     tile: T_co
+    rule: Rule[Any]  # by which it was chosen
     params: SchedulerParams
     ctas: int = 1  # of a group, which share tiles
     order: Callable[[SchedulerParams, int, int], Values] | None = None

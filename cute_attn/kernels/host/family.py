@@ -17,6 +17,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.planner import Planner, schedules_all
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
+from cute_attn.kernels.rules import Rule
 from cute_attn.problem import (
     NO_LENGTHS,
     BatchLengths,
@@ -63,6 +64,12 @@ class TiledFamily(Generic[T]):
     def tiling(self, settings: Settings, size: Size, arch: Arch, sms: int) -> Tiling[T]:
         """Returns the tiling of a launch: few tilings serve all lengths."""
         raise NotImplementedError
+
+    def rule_of(
+        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
+    ) -> Rule[Any]:
+        """Return the rule by which requests take their kernel."""
+        return self.tiling(settings, size_of(lengths, limits), arch, sms).rule
 
     def request_launch(
         self, settings: Settings, tiling: Tiling[T], split: Split, qo_len: int, kv_len: int

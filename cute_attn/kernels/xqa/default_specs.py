@@ -40,5 +40,5 @@ def umma_specs(arch: Arch) -> list[XqaUmmaSpec]:
     return [
         umma_tiles.choose("bfloat16", kv, "bfloat16", dim, rows, tree, arch)
         for dim, kv, rows, tree in keys
-        if umma_tiles.supports(kv, dim, rows, arch) and rows <= umma_tiles.MAX_ROWS[dim]
+        if umma_tiles.ONE_READ_ROWS[dim] < rows <= umma_tiles.MAX_ROWS[dim]
     ]

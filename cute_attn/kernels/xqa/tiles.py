@@ -17,6 +17,7 @@ from cute_attn.kernels.xqa.spec import (
     XqaSpec,
     padded_dim,
 )
+from cute_attn.kernels.xqa.umma.tiles import ONE_READ_ROWS
 from cute_attn.runtime.arch import Arch
 
 REGISTER_DIMS = 256  # row blocks x columns of a warp; beyond it outputs and queries exceed a thread's registers
@@ -38,6 +39,7 @@ class Shape(NamedTuple):
     units: int = 1  # of one request: blocks of at most MOST_ROWS rows of a kv head
     keys: int | None = None  # most keys of a segment, in all launches: of a request, or within its window
     segments: int | None = None  # of blocks of at most `most_rows` rows; None: requests x units
+    rows: int | None = None  # packed query rows of a request and kv head
 
 
 def most_rows(head_dim: int) -> int:
@@ -65,18 +67,18 @@ class Ring(NamedTuple):
         return self._replace(work="cluster", cluster_size=size, prefetch=1)
 
 
-Rings = tuple[Ring, ...]  # in order of preference
+Rings = tuple[Ring, ...]  # in order of preference; none: the kernel on tcgen05
 
 
-def _rule(*rings: Ring, **when: Collection[Any]) -> Rule[Rings]:
-    return Rule(rings, when)
+def _rule(*rings: Ring, note: str = "", **when: Collection[Any]) -> Rule[Rings]:
+    return Rule(rings, when, note)
 
 
-def _clusters(size: int, ring: Ring, **when: Collection[Any]) -> Rule[Rings]:
+def _clusters(size: int, ring: Ring, note: str, **when: Collection[Any]) -> Rule[Rings]:
     """Make a rule of clusters of `size` CTAs, which share segments up to head dim 256. Over rows of 512 bytes all have
     fewer warps, and no guest; more than 6 CTAs of them are slower."""
     wide = _DEEP.in_clusters(min(size, 6))
-    return _rule(ring.in_clusters(size), wide, **when, head_dim=up_to(WARP_DIM))
+    return _rule(ring.in_clusters(size), wide, note=note, **when, head_dim=up_to(WARP_DIM))
 
 
 # A launch takes the first ring of its rule that fits shared memory and registers, and keeps enough bytes on their way
@@ -91,29 +93,31 @@ OTHER_RINGS = (
     Ring(4, 2, 1, 8192),
     Ring(2, 2, 1, 8192),
 )
-# Of short segments, by the most bytes of a row of K (`python -m perf.tune decode-windows`).
+_SHORTS, _WINDOWS = up_to(SHORT), up_to(SHORTEST)  # keys
+_FEW_PAIRS, _NARROW = up_to(FEW), up_to(128)  # bytes of a row of K
+_WHOLE_MEASURED = "measured by `perf.tune decode-windows`"
 _SHORT = (
-    _rule(Ring(2, 2, 8, 2048, work="whole"), row=up_to(32), keys=up_to(SHORT)),
-    _rule(Ring(2, 2, 8, 4096, work="whole"), row=up_to(64), keys=up_to(SHORT)),
-    _rule(Ring(4, 2, 4, 4096, work="whole"), row=up_to(128), keys=up_to(SHORT)),
-    _rule(Ring(4, 3, 2, 8192, work="whole"), keys=up_to(SHORT)),
+    _rule(Ring(2, 2, 8, 2048, work="whole"), row=up_to(32), keys=_SHORTS, note=_WHOLE_MEASURED),
+    _rule(Ring(2, 2, 8, 4096, work="whole"), row=up_to(64), keys=_SHORTS, note=_WHOLE_MEASURED),
+    _rule(Ring(4, 2, 4, 4096, work="whole"), row=_NARROW, keys=_SHORTS, note=_WHOLE_MEASURED),
+    _rule(Ring(4, 3, 2, 8192, work="whole"), keys=_SHORTS, note=_WHOLE_MEASURED),
 )
-_FEW_PAIRS = {"pairs": up_to(FEW)}
-_FEW_NVFP4 = _rule(Ring(8, 2, 1, 4096, guests=1), Ring(8, 3, 1, 4096), **_FEW_PAIRS)
-_MANY_NVFP4 = _rule(Ring(2, 2, 2, 8192))
+_MEASURED = "measured by `perf.tune decode` (H100, H200)"
+_FEW_NVFP4 = _rule(Ring(8, 2, 1, 4096, guests=1), Ring(8, 3, 1, 4096), pairs=_FEW_PAIRS, note=_MEASURED)
+_MANY_NVFP4 = _rule(Ring(2, 2, 2, 8192), note=_MEASURED)
 _FEW_8_BIT = Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096)
-# Measured on H100 and H200 (`python -m perf.tune decode`).
 DEFAULT: dict[int, tuple[Rule[Rings], ...]] = {
-    16: (*_SHORT, _rule(_LARGE, **_FEW_PAIRS), _rule(_DEEP)),
-    8: (*_SHORT, _rule(*_FEW_8_BIT, **_FEW_PAIRS), _rule(_LARGE)),
+    16: (*_SHORT, _rule(_LARGE, pairs=_FEW_PAIRS, note=_MEASURED), _rule(_DEEP, note=_MEASURED)),
+    8: (*_SHORT, _rule(*_FEW_8_BIT, pairs=_FEW_PAIRS, note=_MEASURED), _rule(_LARGE, note=_MEASURED)),
     4: (*_SHORT, _FEW_NVFP4, _MANY_NVFP4),
 }
 # For 8 TB/s over 148 SMs, of which none has been measured: what arrives in 1 us is 54 KB. At that rate NVFP4 leaves 20
 # issue slots per token. Those that a tile takes whatever its size are spread over more tokens here.
+_UMMA = tuple(_rule(head_dim=(dim,), rows=above(most)) for dim, most in ONE_READ_ROWS.items())
 FAST_MEMORY: dict[int, tuple[Rule[Rings], ...]] = {
-    16: (*_SHORT, _rule(Ring(8, 3, 1, 8192), **_FEW_PAIRS), _rule(Ring(4, 3, 2, 8192))),
-    8: (*_SHORT, _rule(*_FEW_8_BIT, Ring(8, 3, 1, 8192), **_FEW_PAIRS), _rule(Ring(8, 3, 1, 8192))),
-    4: (*_SHORT, _rule(Ring(8, 3, 1, 8192), **_FEW_PAIRS), _rule(Ring(4, 3, 2, 8192, most=128))),
+    16: (*_UMMA, *_SHORT, _rule(Ring(8, 3, 1, 8192), pairs=_FEW_PAIRS), _rule(Ring(4, 3, 2, 8192))),
+    8: (*_UMMA, *_SHORT, _rule(*_FEW_8_BIT, Ring(8, 3, 1, 8192), pairs=_FEW_PAIRS), _rule(Ring(8, 3, 1, 8192))),
+    4: (*_SHORT, _rule(Ring(8, 3, 1, 8192), pairs=_FEW_PAIRS), _rule(Ring(4, 3, 2, 8192, most=128))),
 }
 # Of clusters, with room for a guest.
 _QUICK = Ring(4, 3, 1, 8192, guests=1, most=32)
@@ -121,8 +125,7 @@ _QUICK = Ring(4, 3, 1, 8192, guests=1, most=32)
 _SMALL, _PAIR, _TWO = Ring(4, 2, 4, 4096, most=32), Ring(2, 2, 8, 4096), Ring(4, 3, 2, 8192)
 _HEADS, _EVEN = _PAIR._replace(work="heads", prefetch=1), (_PAIR._replace(work="even"), _SMALL)
 _LONE, _DUAL = Ring(1, 3, 8, 8192), Ring(2, 3, 4, 8192)
-_ONE, _NARROW = {"requests": range(1, 2)}, {"row": up_to(128)}
-_SHORTS, _WINDOWS = {"keys": up_to(SHORT)}, {"keys": up_to(SHORTEST)}
+_ONE = range(1, 2)  # request
 
 
 def _whole(ring: Ring, prefetch: int = 0) -> Ring:
@@ -133,51 +136,54 @@ def _whole(ring: Ring, prefetch: int = 0) -> Ring:
 _SMALLEST, _AHEAD = _whole(_SMALL._replace(most=16), 3), _whole(Ring(8, 2, 2, 4096), 1)
 
 
-# Fitted to 120 launches, each with some 30 rings, and to 116 others with two; lengths on the GPU (H200, 2026-11-29).
-# The first ones 0.98 times as fast as the best ring of each in the mean, 0.84 at the lowest (63 x 100 keys beside
-# 1 x 16000). On 97 launches drawn afterwards 1.075 times as fast as 45 rules that were measured one by one; of 8 us and
-# more, 0.84 at the lowest (300 x 175, 16/4 heads of 64 dimensions, e4m3). Clusters afterwards, to 81 launches of up to
-# 64 segments with some 8 rings each; windows, and known lengths of up to 1024 keys, to 176 with some 7 (2026-11-30).
+# On 97 launches drawn after the first fit 1.075 times as fast as 45 rules that were measured one by one; of 8 us and
+# more, 0.84 at the lowest (300 x 175, 16/4 heads of 64 dimensions, e4m3).
+_FIT = "fitted to 120 launches with some 30 rings each: 0.98 of the best speed in the mean (H200, 2026-11-29)"
+_CLUSTER_FIT = "fitted to 81 launches of up to 64 segments with some 8 rings each (H200, 2026-11-29)"
+_SHORT_FIT = "fitted to 176 launches with some 7 rings each (H200, 2026-11-30)"
+_MANY_WINDOWS = "532 of 16 rows in 8 bits take 13.6 us instead of 16.8, 972 14.6 instead of 26.2 (H200, 2026-11-30)"
+_LONE_SHORT = "2048 keys of 8 kv heads in 8 bits take 4.4 us with 4 warps, 5.2 with 8 (H200)"
+_LONE_LONG = "131072 keys of 8 kv heads in 8 bits take 67.5 us with 8 warps, 79 with 4 (H200)"
+_NEXT_LAUNCH = "room for the next launch gains 1.16, but 0.8 over long keys of unequal lengths (H200, 2026-11-30)"
+_TILE_AHEAD = "a tile ahead gains 1.07 where all CTAs run at a time (H200, 2026-11-30)"
+_KEYS_AHEAD = "keys ahead of the preceding launch's end gain 1.02 (H200, 2026-11-29)"
+_CUT = "1.09 (64 x 2048 keys) to 1.56 (256 x 3368 to 16539); of fewer pairs, whose segments it would cut, 0.74 (H200)"
 _16_OR_8_BITS = (
-    # Windows of 128 keys. Few are fetched ahead; many have a warp or two each: with one, 532 of 16 rows in 8 bits take
-    # 13.6 us instead of 16.8, and 972 take 14.6 instead of 26.2.
-    _rule(_SMALLEST, _whole(_TWO, 3), **_WINDOWS, pairs=up_to(FEW)),
-    _rule(_SMALLEST, _whole(_DUAL, 1), **_WINDOWS, pairs=up_to(2 * FEW)),
-    _rule(_HEADS, _whole(_SMALL), _whole(_LONE, 1), **_WINDOWS, **_NARROW, pairs=above(WAVE)),
-    _rule(_whole(_SMALL, 1), _whole(_DUAL, 1), **_WINDOWS),
-    # Few segments: as many clusters as there are segments, or more. One request of 131072 keys and 8 kv heads in 8 bits
-    # takes 67.5 us with 8 warps and 79 with 4, of 2048 keys 5.2 and 4.4.
-    _clusters(8, _QUICK, **_ONE, units=up_to(8), keys=up_to(8192)),
-    _clusters(6, _LARGE, **_ONE, units=range(2, 9)),
-    _clusters(8, _QUICK, segments=up_to(12)),
-    _rule(_AHEAD, _whole(_TWO, 1), **_SHORTS, pairs=up_to(2 * FEW), row=range(65, 129)),
-    # Room for the next launch: 1.16, but 0.8 over long keys of unequal lengths.
-    *(_clusters(size, _QUICK, keys=up_to(2 * SHORT), segments=up_to(most)) for size, most in ((4, 24), (2, 64))),
-    *(_clusters(size, _LARGE, segments=up_to(most)) for size, most in ((6, 16), (4, 24), (2, 64))),
-    # Short segments: a tile ahead gains 1.07 where all CTAs run at a time.
-    _rule(_whole(_SMALL, 1), _whole(_TWO, 1), **_SHORTS, pairs=up_to(WAVE)),
-    _rule(_HEADS, _whole(_PAIR), **_SHORTS, **_NARROW, pairs=above(EVEN - 1)),
-    _rule(_whole(_SMALL), _whole(_TWO), **_SHORTS),
-    _rule(_whole(_TWO), keys=up_to(2 * SHORT), segments=above(4 * FEW - 1), row=range(129, 257)),
-    # Few pairs: keys ahead of the preceding launch's end gain 1.02.
-    _rule(*_FEW_8_BIT, **_FEW_PAIRS, row=up_to(64)),
-    _rule(_LARGE._replace(prefetch=1), **_FEW_PAIRS),
-    # Shares of warps over 8 bits at head dim 64: 1.09 (64 x 2048) to 1.56 (256 x 3368 to 16539). Of fewer pairs, whose
-    # segments they would cut, 0.74 (40 x 100 to 500).
-    _rule(*_EVEN, pairs=above(4 * FEW - 1), row=up_to(64)),
-    _rule(*_EVEN, pairs=above(EVEN - 1), row=range(128, 129)),
-    _rule(_TWO, keys=up_to(2 * SHORT)),
-    _rule(_SMALL, **_NARROW),
-    _rule(_TWO),
+    # Windows of 128 keys. Few are fetched ahead; many have a warp or two each.
+    _rule(_SMALLEST, _whole(_TWO, 3), keys=_WINDOWS, pairs=_FEW_PAIRS, note=_SHORT_FIT),
+    _rule(_SMALLEST, _whole(_DUAL, 1), keys=_WINDOWS, pairs=up_to(2 * FEW), note=_SHORT_FIT),
+    _rule(_HEADS, _whole(_SMALL), _whole(_LONE, 1), keys=_WINDOWS, row=_NARROW, pairs=above(WAVE), note=_MANY_WINDOWS),
+    _rule(_whole(_SMALL, 1), _whole(_DUAL, 1), keys=_WINDOWS, note=_SHORT_FIT),
+    # Few segments: as many clusters as there are segments, or more.
+    _clusters(8, _QUICK, _LONE_SHORT, requests=_ONE, units=up_to(8), keys=up_to(8192)),
+    _clusters(6, _LARGE, _LONE_LONG, requests=_ONE, units=range(2, 9)),
+    _clusters(8, _QUICK, _CLUSTER_FIT, segments=up_to(12)),
+    _rule(_AHEAD, _whole(_TWO, 1), keys=_SHORTS, pairs=up_to(2 * FEW), row=range(65, 129), note=_SHORT_FIT),
+    _clusters(4, _QUICK, _NEXT_LAUNCH, keys=up_to(2 * SHORT), segments=up_to(24)),
+    _clusters(2, _QUICK, _NEXT_LAUNCH, keys=up_to(2 * SHORT), segments=up_to(64)),
+    *(_clusters(size, _LARGE, _CLUSTER_FIT, segments=up_to(most)) for size, most in ((6, 16), (4, 24), (2, 64))),
+    # Short segments.
+    _rule(_whole(_SMALL, 1), _whole(_TWO, 1), keys=_SHORTS, pairs=up_to(WAVE), note=_TILE_AHEAD),
+    _rule(_HEADS, _whole(_PAIR), keys=_SHORTS, row=_NARROW, pairs=above(EVEN - 1), note=_SHORT_FIT),
+    _rule(_whole(_SMALL), _whole(_TWO), keys=_SHORTS, note=_SHORT_FIT),
+    _rule(_whole(_TWO), keys=up_to(2 * SHORT), segments=above(4 * FEW - 1), row=range(129, 257), note=_SHORT_FIT),
+    # Few pairs; shares of warps; others.
+    _rule(*_FEW_8_BIT, pairs=_FEW_PAIRS, row=up_to(64), note=_FIT),
+    _rule(_LARGE._replace(prefetch=1), pairs=_FEW_PAIRS, note=_KEYS_AHEAD),
+    _rule(*_EVEN, pairs=above(4 * FEW - 1), row=up_to(64), note=_CUT),
+    _rule(*_EVEN, pairs=above(EVEN - 1), row=range(128, 129), note=_FIT),
+    _rule(_TWO, keys=up_to(2 * SHORT), note=_SHORT_FIT),
+    _rule(_SMALL, row=_NARROW, note=_FIT),
+    _rule(_TWO, note=_FIT),
 )
 _CLUSTERED_NVFP4 = Ring(4, 3, 1, 4096, guests=1).in_clusters(8)._replace(prefetch=0)  # block scales are not fetched
 HOPPER: dict[int, tuple[Rule[Rings], ...]] = {
     16: _16_OR_8_BITS,
     8: _16_OR_8_BITS,
     4: (
-        _rule(_CLUSTERED_NVFP4, **_ONE, units=up_to(4)),
+        _rule(_CLUSTERED_NVFP4, requests=_ONE, units=up_to(4), note=_MEASURED),
         *_SHORT,
-        _rule(_CLUSTERED_NVFP4, segments=up_to(12)),
+        _rule(_CLUSTERED_NVFP4, segments=up_to(12), note=_MEASURED),
         _FEW_NVFP4,
         _MANY_NVFP4,
     ),
@@ -208,12 +214,13 @@ def find(arch: Arch, bits: int, head_dim: int, shape: Shape) -> Rule[Rings]:
     return first(rules_of(arch, bits), known)
 
 
-def rules(arch: Arch, bits: int, head_dim: int) -> list[Rule[Rings]]:
-    """Return every rule that a launch may follow over a cache of `bits` per element."""
+def rules(arch: Arch, bits: int, head_dim: int, rows: int | None = None) -> list[Rule[Rings]]:
+    """Return every rule that a launch may follow over a cache of `bits` per element. `rows` None: those of rings."""
     found: list[Rule[Rings]] = []
-    of_cache = {"head_dim": head_dim, "row": head_dim * bits // 8}
+    of_cache = {"head_dim": head_dim, "row": head_dim * bits // 8, "rows": rows}
     for rule in rules_of(arch, bits):
-        possible = all(value in rule.when.get(name, (value,)) for name, value in of_cache.items())
+        asked = {name: value for name, value in of_cache.items() if name in rule.when}
+        possible = all(value is not None and value in rule.when[name] for name, value in asked.items())
         if possible and not any(earlier.covers(rule, of_cache) for earlier in found):
             found.append(rule)
     return found

@@ -72,7 +72,8 @@ def _tiling(settings: Settings, rows: int, arch: Arch, sms: int) -> Tiling[Tile]
     """Returns the tiling for requests of `rows` packed rows."""
     features = settings.features
     kind = variant(features)
-    tile = tiles.choose(kind, rows, arch)
+    rule = tiles.rule_of(kind, rows)
+    tile = rule.value(kind, rows, arch)
     params = SchedulerParams(
         rows=tile.rows,
         cols=tile.cols,
@@ -84,7 +85,7 @@ def _tiling(settings: Settings, rows: int, arch: Arch, sms: int) -> Tiling[Tile]
         min_split_tiles=min_split_tiles(tile.rows, tile.cols, *kind.head_dims),
         partial_row_bytes=4 * (features.head_dim_vo + 1),
     )
-    return Tiling(tile, params)
+    return Tiling(tile, rule, params)
 
 
 def mask(features: Features) -> str:

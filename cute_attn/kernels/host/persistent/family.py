@@ -18,6 +18,7 @@ from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, rot
 from cute_attn.kernels.host.params import magic
 from cute_attn.kernels.host.persistent.prepared import PersistentKernel, order_values
 from cute_attn.kernels.host.prepared import Grid, prepared
+from cute_attn.kernels.rules import Rule
 from cute_attn.problem import Features, Settings, short
 from cute_attn.request.settings import FP8, MAX_KV_LEN
 from cute_attn.runtime.arch import Arch
@@ -48,7 +49,7 @@ class PersistentFamily(TiledFamily[T]):
     name: str
     spec_type: Callable[..., PersistentSpec]
     page_source: Callable[[tuple[int, int], int, Operands], str]  # from head dims and page size to `kv` of a spec
-    choose_tile: Callable[[str, TileProblem], T]  # from an architecture
+    rule_for: Callable[[str, TileProblem], Rule[T]]  # from an architecture
     kernel = PersistentKernel
     packs_any_group: bool = False  # whether heads share tiles whose rows their number does not divide
 
@@ -80,8 +81,8 @@ class PersistentFamily(TiledFamily[T]):
             return "gathered"
         return self.page_source(features.head_dims, settings.page_size, operands(features))
 
-    def tile(self, settings: Settings, arch: str, launch: Launch = "") -> T:
-        """Return the tile of these settings on an architecture, for a launch."""
+    def rule(self, settings: Settings, arch: str, launch: Launch = "") -> Rule[T]:
+        """Return the rule by which these settings have their tile on an architecture, for a launch."""
         features, causal, window_left = settings.features, settings.causal, settings.window_left
         masked = features.custom_mask or features.multi_item
         modified, window = masked or bool(scores(features)), window_left >= 0
@@ -96,7 +97,7 @@ class PersistentFamily(TiledFamily[T]):
             launch=launch,
             chunk_invariant=features.chunk_invariant,
         )
-        return self.choose_tile(arch, problem)
+        return self.rule_for(arch, problem)
 
     def heads_per_tile(self, features: Features, qo_len: int, tile: T) -> int:
         """Return the number of query heads whose rows share a tile: a whole GQA group, or 1.
@@ -115,7 +116,7 @@ class PersistentFamily(TiledFamily[T]):
 
     def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
         kernels: list[KernelSpec] = [
-            self.spec(settings, self.tile(settings, arch.name, launch), split)
+            self.spec(settings, self.rule(settings, arch.name, launch).value, split)
             for window, causal, page_size in itertools.product(WINDOWS, (True, False), (SMALL_PAGE, LARGE_PAGE))
             for settings in (Settings(features, causal=causal, window_left=window, page_size=page_size),)
             for launch in get_args(Launch)
@@ -126,9 +127,10 @@ class PersistentFamily(TiledFamily[T]):
     def tiling(self, settings: Settings, size: Size, arch: Arch, sms: int) -> Tiling[T]:
         features = settings.features
         launch = launch_of(size.rows * features.num_qo_heads, sms, size.qo_len, size.kv_len)
-        tile = prepared(self.tile, settings, arch.name, launch)
+        rule = prepared(self.rule, settings, arch.name, launch)
+        heads = self.heads_per_tile(features, size.qo_len, rule.value)
         section = 1 << (size.longest - 1).bit_length() if size.longest else 0
-        return prepared(_tiling, settings, tile, self.heads_per_tile(features, size.qo_len, tile), section, sms, launch)
+        return prepared(_tiling, settings, rule, heads, section, sms, launch)
 
     def request_launch(
         self, settings: Settings, tiling: Tiling[T], split: Split, qo_len: int, kv_len: int
@@ -142,11 +144,11 @@ class PersistentFamily(TiledFamily[T]):
         return (tile.ctas * min(total, tiling.params.resident_ctas), 1, 1), order + lengths
 
 
-def _tiling(settings: Settings, tile: T, heads: int, kv_len: int, sms: int, launch: Launch) -> Tiling[T]:
+def _tiling(settings: Settings, rule: Rule[T], heads: int, kv_len: int, sms: int, launch: Launch) -> Tiling[T]:
     """Returns the tiling for a launch with requests of up to `kv_len` keys. To the scheduler, `heads` that share a tile
     are one group.
     """
-    features = settings.features
+    features, tile = settings.features, rule.value
     section = section_heads(features, heads, kv_len, launch)
     kv_heads = max(1, section * heads * features.num_kv_heads // features.num_qo_heads)
     groups = max(1, sms * tile.per_sm // tile.ctas)  # of CTAs that share work items
@@ -163,7 +165,7 @@ def _tiling(settings: Settings, tile: T, heads: int, kv_len: int, sms: int, laun
         l2_section_heads=section,
         l2_kv_tokens=section_tokens(features, launch) // kv_heads,
     )
-    return Tiling(tile, params, tile.ctas, batch_order)
+    return Tiling(tile, rule, params, tile.ctas, batch_order)
 
 
 def batch_order(params: SchedulerParams, items: int, late: int) -> Values:

@@ -189,6 +189,11 @@ class XqaFamily:
     name = "xqa"
     specs, schedule = staticmethod(specs), staticmethod(schedule)
 
+    def rule_of(
+        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
+    ) -> Rule[Rings]:
+        return rule_of_batch(settings, lengths, limits, arch)
+
     def scheduler(self, settings: Settings, arch: Arch, sms: int) -> Scheduler[LaunchConfig]:
         """Returns what schedules single requests of these settings."""
         alike: dict[tuple[int, int], SingleSchedule[LaunchConfig]] = {}

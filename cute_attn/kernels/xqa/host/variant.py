@@ -58,8 +58,8 @@ def _rule_of(settings: Settings, arch: Arch, batch_size: int, qo_len: int, longe
     keys = longest
     if window >= 0:
         keys = window + qo_len if longest is None else min(window + qo_len, longest)
-    known = keys if batch_size <= MAX_GRID_Z else None
-    shape = Shape(batch_size, features.num_kv_heads, units, known, batch_size * segments)
+    known, rows = keys if batch_size <= MAX_GRID_Z else None, qo_len * (features.num_qo_heads // features.num_kv_heads)
+    shape = Shape(batch_size, features.num_kv_heads, units, known, batch_size * segments, rows)
     return tiles.find(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk, shape)
 
 
@@ -75,7 +75,7 @@ def choose_spec(features: Features, qo_len: int, rule: Rule[Rings], arch: Arch) 
     """Return the kernel for `qo_len` query tokens per request."""
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
     dtypes = short(features.q_dtype), kv_dtype(features), short(features.o_dtype)
-    if umma_tiles.supports(dtypes[1], features.head_dim_qk, rows, arch):
+    if not rule.value:
         return umma_tiles.choose(*dtypes, features.head_dim_qk, rows, features.draft_mask, arch)
     shape = features.head_dim_qk, rows, features.draft_mask
     return tiles.choose(*dtypes, *shape, rule, arch, features.num_kv_heads)
@@ -83,7 +83,8 @@ def choose_spec(features: Features, qo_len: int, rule: Rule[Rings], arch: Arch) 
 
 def specs(features: Features, arch: Arch, qo_len: int = 1) -> list[KernelSpec]:
     """Return every kernel that calls of these features and `qo_len` query tokens per request may need."""
-    rules = tiles.rules(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk)
+    rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
+    rules = tiles.rules(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk, rows)
     return list(dict.fromkeys(choose_spec(features, qo_len, rule, arch) for rule in rules))
 
 

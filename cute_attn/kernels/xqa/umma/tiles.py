@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
-from cute_attn.kernels.xqa.umma.spec import HEAD_DIMS, ROWS, XqaUmmaSpec
+from cute_attn.kernels.xqa.umma.spec import ROWS, XqaUmmaSpec
 from cute_attn.runtime.arch import Arch
 
 ARCHS = ("sm_100a", "sm_103a")
-KV_DTYPES = ("", "float8_e4m3fn", "float8_e5m2")
 # Packed rows with which the kernel on mma.sync reads the keys once. Beyond, it reads them again for every block of as
 # many rows, which takes more of shared memory and issue slots than HBM leaves (docs/kernels/decode_model.md).
 ONE_READ_ROWS = {64: 16, 128: 16, 256: 8}
@@ -15,17 +14,10 @@ MAX_ROWS = {64: 64, 128: 64, 256: 32}  # by head dim: more rows leave fewer slot
 MAX_STAGES = 16
 
 
-def supports(kv_dtype: str, head_dim: int, packed_rows: int, arch: Arch) -> bool:
-    """Whether the kernel is taken for `packed_rows` = q_len * group rows."""
-    if arch.name not in ARCHS or kv_dtype not in KV_DTYPES or head_dim not in HEAD_DIMS:
-        return False
-    return packed_rows > ONE_READ_ROWS[head_dim]
-
-
 def choose(
     q_dtype: str, kv_dtype: str, out_dtype: str, head_dim: int, packed_rows: int, tree: bool, arch: Arch
 ) -> XqaUmmaSpec:
-    """Choose the kernel: the fewest rows that hold all, or blocks of the most, and all slots that fit."""
+    """Choose the kernel: the fewest rows that hold `packed_rows`, or blocks of the most, and all slots that fit."""
     most = max_rows(q_dtype, kv_dtype, head_dim, tree)
     rows = next((rows for rows in ROWS if packed_rows <= rows <= most), most)
     counts = range(MAX_STAGES, 1, -1)
