@@ -423,7 +423,7 @@ class ClusterShares(EvenPartition):
         return cute.arch.block_idx()[1] // self.spec.cluster_size
 
     def spare(self, size: Int32) -> Int32:
-        """So many tiles for each CTA, which an SM copies in the time that a cut takes (H200, 2026-11-30)."""
+        """28 tiles for each CTA: an SM copies them in the time that a cut takes (H200, 2026-11-30)."""
         return Int32(28 * self.spec.cluster_size)
 
     def prefetch_lengths(self) -> None:
