@@ -22,7 +22,7 @@ from cute_attn.kernels.fa3.tiles import rule_of
 from cute_attn.kernels.host import family as tiled_family
 from cute_attn.kernels.host.persistent import family as persistent_family
 from cute_attn.schedule import cost_model
-from cute_attn.schedule.cuts import Cut
+from cute_attn.schedule.params import Cut
 from cute_attn.schedule.split_kv import Split
 from perf import peers
 from perf.bench import oracle
