@@ -114,16 +114,16 @@ def visible_kv_tiles(lengths: BatchLengths, params: SchedulerParams) -> tuple[np
 
 
 def may_split(visible: np.ndarray, params: SchedulerParams) -> bool:
-    """Tells whether the cost model might split a query tile, given the kv tiles that each sees: not where the work
-    shared equally, and a combine launch, take as long as the fullest wave of whole tiles, or nearly.
+    """Tells whether splits may pay, given the kv tiles that each query tile sees: not where an equal share of the work,
+    and a combine launch, take as long as whole tiles take the fullest CTA, or nearly. When `count` tiles take a time or
+    longer, some CTA runs `ceil(count * num_kv_heads / resident_ctas)` of them.
     """
-    longest = largest(visible) if len(visible) else 0
-    if longest < 2 * params.min_split_tiles:
+    if not len(visible) or largest(visible) < 2 * params.min_split_tiles:
         return False
-    ctas, (less, whole) = len(visible) * params.num_kv_heads, CUT_WORTHWHILE
-    work = (int(visible.sum()) * UNIT + len(visible) * ITEM_TIME) * params.num_kv_heads
-    unsplit = ceil_div(ctas, params.resident_ctas) * (longest * UNIT + ITEM_TIME)
-    return (work // params.resident_ctas + COMBINE_TIME) * whole <= unsplit * less
+    time = np.sort(visible) * UNIT + ITEM_TIME  # as the planner kernel counts it
+    waves = -(np.arange(len(time), 0, -1) * -params.num_kv_heads // params.resident_ctas)
+    (less, whole), share = CUT_WORTHWHILE, int(time.sum()) * params.num_kv_heads // params.resident_ctas
+    return (share + COMBINE_TIME) * whole <= int((waves * time).max()) * less
 
 
 def fixed_chunk(params: SchedulerParams, limits: BatchLimits) -> int:
