@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
+import torch
 
-from cute_attn.kernels.host.planner import Room
+from cute_attn.kernels.host import planner
+from cute_attn.kernels.host.planner import Planner, Room
 from cute_attn.problem import BatchLengths, BatchLimits
+from cute_attn.runtime.staging import Staging
 from cute_attn.schedule import constants
 from cute_attn.schedule.constants import ITEM_TIME, UNIT
 from cute_attn.schedule.params import Capacity, SchedulerParams
@@ -147,14 +153,20 @@ def padded(records: list[list[int]], capacity: int, ints: int) -> np.ndarray:
 
 
 def schedule(
-    lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits, capacity: Capacity | None = None
+    lengths: BatchLengths,
+    params: SchedulerParams,
+    limits: BatchLimits,
+    capacity: Capacity | None = None,
+    cut: tuple[int, int] | None = None,
 ) -> WorkList:
-    """Records of a batch. `capacity`: of the launch, by default the one that lengths on the host get."""
+    """Records of a batch. `capacity`: of the launch, by default the one that lengths on the host get. `cut`: first tile
+    that is split and split size in kv tiles, by default as the cost model has them.
+    """
     tiles = tiles_of(lengths, params)
     capacity = capacity or Room.of(lengths, params, limits).capacity
     assert capacity.partials <= limits.workspace_bytes // params.partial_bytes
-    fixed, cut = None if limits.disable_split_kv else limits.fixed_split_size, None
-    if fixed is None:
+    fixed = None if limits.disable_split_kv else limits.fixed_split_size
+    if fixed is None and cut is None:
         cut = best_cut([end - begin for _, _, begin, end in tiles], params, capacity)
     items: list[dict[str, Any]] = []
     merges: list[list[int]] = []
@@ -188,3 +200,20 @@ def schedule(
     items.sort(key=lambda item: (groups[item["request"]], -(item["cost"] // width)))
     records = [item["record"] for item in items]
     return WorkList(padded(records, capacity.items, ITEM_INTS), padded(merges, capacity.merges, MERGE_INTS), partials)
+
+
+@contextlib.contextmanager
+def scheduling(cut: tuple[int, int]) -> Iterator[None]:
+    """Makes plans of lengths on the host have this cut in place of the planner kernel's, whose numbers are compiled."""
+
+    def placed(
+        self: Planner, lengths: BatchLengths, room: Room, staging: Staging, fixed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        work = schedule(lengths, self.params, BatchLimits(1 << 50), room.capacity, cut)
+        records, *_ = staging.written_on_device(work.ints.size, 0, None, fixed)
+        staging.write(lambda: records.copy_(torch.from_numpy(work.ints)))
+        return records, records
+
+    tiles = Capacity(64, 64, 64)
+    with mock.patch.object(Planner, "placed", placed), mock.patch.object(planner, "capacity_for", return_value=tiles):
+        yield
