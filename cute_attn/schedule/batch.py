@@ -76,14 +76,13 @@ def capacity_for(lengths: BatchLengths, params: SchedulerParams, limits: BatchLi
     """Returns how many records the schedule of these lengths may have: without splits, or with those of a fixed size,
     as many as it has.
     """
-    begin, end = visible_kv_tiles(lengths, params)
     chunk, partials = fixed_chunk(params, limits), limits.workspace_bytes // params.partial_bytes
+    if limits.graph is not None and not chunk:
+        return record_capacity(params, limits)
+    begin, end = visible_kv_tiles(lengths, params)
     if chunk:
         fixed = _fixed_splits(begin, end, chunk, params, limits)
-        if limits.graph is None:
-            return fixed
-    if limits.graph is not None:
-        return record_capacity(params, limits)
+        return fixed if limits.graph is None else record_capacity(params, limits)
     if limits.disable_split_kv or partials < 2 or not may_split(end - begin, params):
         return Capacity(len(end), 0, 0)
     return _with_splits(len(end), params, partials)

@@ -53,14 +53,14 @@ class Room(NamedTuple):
 
     capacity: Capacity
     sizes: GraphLimits
+    tiles: int  # query tiles
     chunk: int  # kv tiles of splits of a fixed size, or 0
 
     @classmethod
     def of(cls, lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> Room:
         """Return the room for lengths on the host. Raises what hinders their schedule."""
-        room = cls(
-            capacity_for(lengths, params, limits), limits.graph or room_for(lengths), fixed_chunk(params, limits)
-        )
+        capacity, sizes = capacity_for(lengths, params, limits), limits.graph or room_for(lengths)
+        room = cls(capacity, sizes, max_query_tiles(sizes, params), fixed_chunk(params, limits))
         if not room.is_countable(params):
             raise RuntimeArgumentError(
                 f"a batch must have at most {MAX_TILES} query tiles and splits of them, and {MAX_PRODUCT} for all kv "
@@ -75,7 +75,7 @@ class Room(NamedTuple):
         """
         graph, chunk = limits.graph, fixed_chunk(params, limits)
         assert graph is not None
-        room = cls(record_capacity(params, limits), graph, chunk)
+        room = cls(record_capacity(params, limits), graph, max_query_tiles(graph, params), chunk)
         if not room.is_countable(params):
             return None
         parts = ceil_div(ceil_div(graph.max_kv_tokens, params.cols), chunk) if chunk else 1
@@ -94,7 +94,7 @@ class Room(NamedTuple):
         items, kv_tiles = self.capacity.items, ceil_div(self.longest_kv, params.cols)
         if max(items * params.num_kv_heads, kv_tiles * MAX_SPLITS) > MAX_PRODUCT:
             return False
-        return max(max_query_tiles(self.sizes, params), items) <= MAX_TILES
+        return max(self.tiles, items) <= MAX_TILES
 
 
 class Planner:
@@ -122,7 +122,7 @@ class Planner:
             uploaded, read = _upload(lengths, room.sizes.max_rows + self.params.rows, staging, fixed)
         else:
             uploaded, read = staging.uploaded, _on_device(lengths)
-        sizes, scratch = memory_sizes(self.params, room)
+        sizes, scratch = memory_sizes(room)
         records, kept, fresh = staging.written_on_device(sum(sizes), scratch[-1], (sizes, scratch), fixed)
         values = self.values(room)
         items = records.data_ptr()
@@ -134,23 +134,23 @@ class Planner:
     def values(self, room: Room) -> Values:
         """Return the values of ROOM_FIELDS."""
         sizes, (items, merges, partials) = room.sizes, room.capacity
-        kv_tiles, tiles = ceil_div(room.longest_kv, self.params.cols), max_query_tiles(sizes, self.params)
+        kv_tiles = ceil_div(room.longest_kv, self.params.cols)
         pages = max(ceil_div(room.longest_kv, self.page_size), 1)
         chunk = min(room.chunk, kv_tiles + 1)
-        return sizes.batch_size, sizes.max_rows, pages, chunk, tiles, items, merges, min(partials, MAX_PRODUCT)
+        return sizes.batch_size, sizes.max_rows, pages, chunk, room.tiles, items, merges, min(partials, MAX_PRODUCT)
 
     def __call__(self, lengths: Values, settled: tuple[object, ...]) -> None:
         """Launch the kernel on the current stream."""
         self.launch.fire(current_stream(self.device_index), lengths, settled)
 
 
-def memory_sizes(params: SchedulerParams, room: Room) -> tuple[tuple[int, int], tuple[int, ...]]:
+def memory_sizes(room: Room) -> tuple[tuple[int, int], tuple[int, ...]]:
     """Return the int32 numbers of items and of merges, and where the arrays that the kernel keeps for itself begin, and
     the last one ends: 16-byte alignment.
     """
     items, merges, _ = room.capacity
-    batch, tiles = room.sizes.batch_size, max_query_tiles(room.sizes, params)
-    sizes = COUNTS, batch + 1, batch, max(items, batch), 4 * tiles, 4 * items
+    batch = room.sizes.batch_size
+    sizes = COUNTS, batch + 1, batch, max(items, batch), 4 * room.tiles, 4 * items
     starts = itertools.accumulate((-(-size // 4) * 4 for size in sizes), initial=0)
     return (items * ITEM_INTS, merges * MERGE_INTS), (*starts,)
 
