@@ -220,9 +220,9 @@ class Staging:
     def written_on_device(
         self, size: int, scratch: int, layout: object, fixed: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Returns memory for `size` numbers, and for `scratch` numbers that no launch but their writer's reads; and
-        whether they may hold anything, not what a writer of the same layout has left. `fixed`: the address and the size
-        of the former stay.
+        """Returns memory for at least `size` numbers, and for `scratch` numbers that no launch but their writer's
+        reads; and whether they may hold anything, not what a writer of the same layout has left. `fixed`: the address
+        and the size of the former stay.
         """
         before = self._next
         records = self._area(before.records, size, DEVICE_CAPACITY, fixed)
@@ -230,7 +230,7 @@ class Staging:
         fresh = before.layout != layout or records is not before.records or kept is not before.scratch
         if fresh:
             self._next = before._replace(records=records, scratch=kept, layout=layout)
-        return records.memory[:size], kept.memory[:scratch], fresh
+        return records.memory, kept.memory, fresh
 
     def write(self, function: Callable[[], Any]) -> None:
         """Prepares a call of a function that writes the memory, after what was prepared before."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
-from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits, largest
+from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
 from cute_attn.schedule.constants import COMBINE_TIME, CUT_WORTHWHILE, ITEM_TIME, L2_ORDER_MIN_WAVES, UNIT
 from cute_attn.schedule.params import Capacity, SchedulerParams
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
@@ -79,13 +79,19 @@ def capacity_for(lengths: BatchLengths, params: SchedulerParams, limits: BatchLi
     chunk, partials = fixed_chunk(params, limits), limits.workspace_bytes // params.partial_bytes
     if limits.graph is not None and not chunk:
         return record_capacity(params, limits)
+    short = lengths.longest_kv <= (2 * params.min_split_tiles - 1) * params.cols
+    if not chunk and (short or limits.disable_split_kv or partials < 2):
+        return Capacity(int(_tiles_of_requests(lengths, params).sum()), 0, 0)
     begin, end = visible_kv_tiles(lengths, params)
     if chunk:
         fixed = _fixed_splits(begin, end, chunk, params, limits)
         return fixed if limits.graph is None else record_capacity(params, limits)
-    if limits.disable_split_kv or partials < 2 or not may_split(end - begin, params):
-        return Capacity(len(end), 0, 0)
-    return _with_splits(len(end), params, partials)
+    return _with_splits(len(end), params, partials) if may_split(end - begin, params) else Capacity(len(end), 0, 0)
+
+
+def _tiles_of_requests(lengths: BatchLengths, params: SchedulerParams) -> np.ndarray:
+    """Returns the number of query tiles of each request."""
+    return (lengths.qo_len * params.group_size + (params.rows - 1)) // params.rows
 
 
 def visible_kv_tiles(lengths: BatchLengths, params: SchedulerParams) -> tuple[np.ndarray, np.ndarray]:
@@ -98,7 +104,7 @@ def visible_kv_tiles(lengths: BatchLengths, params: SchedulerParams) -> tuple[np
     if lengths.longest_qo * group <= rows and lengths.with_queries == len(kv_len):
         first_row, causal = np.zeros(len(kv_len), np.int64), False  # one tile each, whose last token sees all keys
     else:
-        tiles = (lengths.qo_len * group + (rows - 1)) // rows
+        tiles = _tiles_of_requests(lengths, params)
         request = np.arange(len(kv_len)).repeat(tiles)
         first_row = (np.arange(len(request)) - (tiles.cumsum() - tiles).take(request)) * rows
         kv_len, position = kv_len.take(request), position.take(request)
@@ -117,9 +123,9 @@ def may_split(visible: np.ndarray, params: SchedulerParams) -> bool:
     and a combine launch, take as long as whole tiles take the fullest CTA, or nearly. When `count` tiles take a time or
     longer, some CTA runs `ceil(count * num_kv_heads / resident_ctas)` of them.
     """
-    if not len(visible) or largest(visible) < 2 * params.min_split_tiles:
-        return False
     time = np.sort(visible) * UNIT + ITEM_TIME  # as the planner kernel counts it
+    if not len(time) or time.item(-1) < 2 * params.min_split_tiles * UNIT + ITEM_TIME:
+        return False
     waves = -(np.arange(len(time), 0, -1) * -params.num_kv_heads // params.resident_ctas)
     (less, whole), share = CUT_WORTHWHILE, int(time.sum()) * params.num_kv_heads // params.resident_ctas
     return (share + COMBINE_TIME) * whole <= int((waves * time).max()) * less

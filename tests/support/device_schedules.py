@@ -11,7 +11,7 @@ import torch
 
 from cute_attn.dispatch import emulator
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.planner import Planner, Room
+from cute_attn.kernels.host.planner import Planner, Room, memory_sizes
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, GraphLimits
 from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.staging import Staging
@@ -133,12 +133,13 @@ def launch(
     case: Case, lengths: BatchLengths | DeviceLengths, gpu: Gpu, staging: Staging
 ) -> tuple[np.ndarray, list[int]]:
     """Runs the planner on a GPU, or on the emulator. Returns the records, and how many items and merges it counted."""
-    planner = Planner(case.params, case.page_size or 1, gpu)
-    records, _ = planner.placed(lengths, room_of(case), staging, fixed=False)
+    planner, room = Planner(case.params, case.page_size or 1, gpu), room_of(case)
+    records, _ = planner.placed(lengths, room, staging, fixed=False)
     if gpu.device_index == CPU:
         staging.write_within(functools.partial(emulator.writing, lengths, staging))
     staging.send()
-    return records.cpu().numpy(), staging.memory[2][:2].tolist()
+    size = sum(memory_sizes(room)[0])
+    return records[:size].cpu().numpy(), staging.memory[2][:2].tolist()
 
 
 def difference(case: Case, gpu: Gpu, device: str, staging: Staging | None = None, on_host: bool = False) -> str | None:

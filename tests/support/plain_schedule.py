@@ -211,7 +211,7 @@ def scheduling(cut: tuple[int, int]) -> Iterator[None]:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         work = schedule(lengths, self.params, BatchLimits(1 << 50), room.capacity, cut)
         records, *_ = staging.written_on_device(work.ints.size, 0, None, fixed)
-        staging.write(lambda: records.copy_(torch.from_numpy(work.ints)))
+        staging.write(lambda: records[: work.ints.size].copy_(torch.from_numpy(work.ints)))
         return records, records
 
     tiles = Capacity(64, 64, 64)
