@@ -266,12 +266,13 @@ Lengths = BatchLengths | DeviceLengths
 
 
 class GraphLimits(NamedTuple):
-    """Sizes that a captured launch has room for."""
+    """Sizes that a launch has room for: those of lengths on the device, or of all plans of a captured launch."""
 
     batch_size: int
     max_rows: int  # query tokens
     max_kv_tokens: int
     max_qo_len: int | None = None  # most query tokens of a request, where known (decode): allows a smaller launch
+    max_kv_len: int | None = None  # most keys of a request, where the host knows all lengths
 
 
 class BatchLimits(NamedTuple):

@@ -190,23 +190,14 @@ def of_batch(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> 
 
 
 def schedule(plan: BatchSchedule[object]) -> str:
-    """Tile, work items, cuts and workspace of a plan."""
-    from cute_attn.schedule.records import Item, Merge
-
-    work, params = plan.work, plan.tiling.params
-    begin, end = (work.items[:, Item._fields.index(name)] for name in ("kv_begin", "kv_end"))
-    splits = work.merges[:, Merge._fields.index("num_splits")]
-    longest = int((end - begin).max(initial=0))
-    lines = [
-        f"  tile: {params.rows} packed rows ({_count(params.group_size, 'head')} of each token) x {params.cols} keys",
-        f"  {_count(len(work.items), 'work item')} x {params.num_kv_heads}, the longest of {longest} keys",
-    ]
-    if len(splits) == 0:
-        return "\n".join((*lines, "  no query tile is cut"))
-    fewest, most = int(splits.min()), int(splits.max())
-    cut = f"{_count(len(splits), 'query tile')} cut into {fewest if fewest == most else f'{fewest} to {most}'} splits"
-    workspace, _ = plan.workspace()
-    return "\n".join((*lines, f"  {cut}: {work.num_partials} partials, {workspace / 2**20:.1f} MiB of workspace"))
+    """Tile of a plan, and its room for work items, cuts and partial results."""
+    params, (items, merges, _) = plan.tiling.params, plan.room.capacity
+    tile = f"{params.rows} packed rows ({_count(params.group_size, 'head')} of each token) x {params.cols} keys"
+    lines, (workspace, _) = [f"  tile: {tile}"], plan.workspace()
+    if not merges:
+        return "\n".join((*lines, f"  {_count(items, 'work item')} x {params.num_kv_heads}, no query tile is cut"))
+    lines.append(f"  at most {items} work items x {params.num_kv_heads}, {workspace / 2**20:.1f} MiB of workspace")
+    return "\n".join((*lines, f"  the planner kernel may cut {_count(merges, 'query tile')}"))
 
 
 def _count(number: int, noun: str) -> str:

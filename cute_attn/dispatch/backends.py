@@ -51,7 +51,7 @@ def plan(
 
 
 def workspace(name: str, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-    """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
+    """Returns the most bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
     if name == "reference":
         return 0, 0
     if name == "emulator":
@@ -59,4 +59,6 @@ def workspace(name: str, settings: Settings, lengths: BatchLengths, limits: Batc
     else:
         family, on = FAMILIES[name], _gpu_of(settings)
     limits = limits._replace(workspace_bytes=UNLIMITED)
-    return family.schedule(settings, lengths, limits, on.arch, on.sms).workspace()
+    schedule = family.schedule(settings, lengths, limits, on.arch, on.sms)
+    assert schedule is not None  # of lengths on the host
+    return schedule.workspace()

@@ -53,11 +53,11 @@ def prepare(request_settings: Settings) -> EmulatedRun:
 
 
 @contextlib.contextmanager
-def _written(lengths: DeviceLengths, staging: Staging) -> Iterator[None]:
-    """Makes visible to emulated kernels: lengths, and the records that are made of them."""
-    written = {"records": staging.memory, "planner's memory": staging.scratch}
-    written = {name: x for name, x in written.items() if x.numel()}
-    inputs = {name: x for name, x in lengths.arrays().items() if x.numel()}
+def writing(lengths: BatchLengths | DeviceLengths, staging: Staging) -> Iterator[None]:
+    """Makes visible to emulated kernels: lengths on the device, and the memory of a plan."""
+    written = {f"plan's memory {i}": x for i, x in enumerate(staging.memory) if x.numel()}
+    arrays = lengths.arrays() if isinstance(lengths, DeviceLengths) else {}
+    inputs = {name: x for name, x in arrays.items() if x.numel()}
     with adapter.visible({**inputs, **written}, written):
         yield
 
@@ -70,8 +70,7 @@ def plan(
     """
     family, gpu = emulated_batch(batch_settings, lengths, limits)
     planned = family.plan(batch_settings, lengths, limits, staging, gpu)
-    if isinstance(lengths, DeviceLengths):
-        staging.write_within(functools.partial(_written, lengths, staging))
+    staging.write_within(functools.partial(writing, lengths, staging))
     return None if planned is None else EmulatedBatchRun(planned, (gpu, family.name), staging)
 
 
@@ -149,8 +148,7 @@ class EmulatedBatchRun(EmulatedRun):
         if emulated_gpu() != gpu or settings.current().kernels not in ("auto", name):
             return None
         same = self.planned.again(lengths)
-        if isinstance(lengths, DeviceLengths):
-            self.staging.write_within(functools.partial(_written, lengths, self.staging))
+        self.staging.write_within(functools.partial(writing, lengths, self.staging))
         return same
 
 

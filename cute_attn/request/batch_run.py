@@ -274,7 +274,7 @@ def protected_memory(plan: BatchPlan) -> list[MemoryRange]:
             ("kv_indices", plan.lengths.kv_indices),
             ("packed_mask", plan.packed_mask),
             ("the workspace", plan.workspace),
-            ("the schedule", plan.staging and plan.staging.memory),
+            *(("the schedule", x) for x in (plan.staging.memory if plan.staging else ())),
             *on_device,
             *plan.buffers.items(),
         ]

@@ -1,5 +1,5 @@
-"""Copies the records of plans, and their index arrays, to the device, double-buffered: one copy per upload, which waits
-only if two copies are still in flight.
+"""Copies what plans upload to the device, double-buffered: one copy per upload, which waits only if two copies are
+still in flight.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class CudaCopies(Copies):
 
 
 def _capacity(size: int) -> int:
-    return max(MIN_CAPACITY, 1 << (size - 1).bit_length())
+    return 1 << (max(size, MIN_CAPACITY) - 1).bit_length()
 
 
 class _HostBuffer:
@@ -137,13 +137,20 @@ class _HostBuffer:
         self.copy_done = self.copies.start(target, self.memory, ints)
 
 
-class Memory(NamedTuple):
-    """Device memory of the numbers of a plan."""
+class Area(NamedTuple):
+    """Device memory of int32 numbers."""
 
-    records: torch.Tensor
-    scratch: torch.Tensor  # of the planner kernel; see `Staging.written_on_device`
+    memory: torch.Tensor
     fixed: bool = False  # the address and the size stay
-    layout: object = None  # of the numbers, if the planner kernel has written them
+
+
+class Areas(NamedTuple):
+    """Device memory of a plan."""
+
+    uploaded: Area
+    records: Area  # that the planner kernel writes
+    scratch: Area  # that only the planner kernel reads
+    layout: object = None  # of what it has written in both
 
 
 class Staging:
@@ -159,38 +166,33 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, copies: Copies | None = None, target: torch.Tensor | None = None) -> None:
-        """`target`: device memory of the caller, where the numbers of all plans are to be."""
+        """`target`: device memory of the caller, where the uploads of all plans are to be."""
         copies = copies or (CudaCopies if device.type == "cuda" else Copies)(device)
         self.device, self._copies = device, copies
         self._buffers = [_HostBuffer(copies), _HostBuffer(copies)]
         with capture.lasting():
-            empty = torch.empty(0, dtype=torch.int32, device=device)
-        self._sent = self._next = Memory(empty if target is None else target, empty, fixed=target is not None)
+            empty = Area(torch.empty(0, dtype=torch.int32, device=device))
+        uploaded = empty if target is None else Area(target, fixed=True)
+        self._sent = self._next = Areas(uploaded, empty, empty)
         self._writes: list[Callable[[], Any]] = []  # that `send` makes
         self._reserved: np.ndarray | None = None
 
     @property
-    def memory(self) -> torch.Tensor:
-        """Device memory of the numbers, which a larger plan replaces unless the capacity is fixed."""
-        return self._next.records
+    def uploaded(self) -> torch.Tensor:
+        """Device memory of what the host uploads, which a larger plan replaces unless its address is fixed."""
+        return self._next.uploaded.memory
 
     @property
-    def scratch(self) -> torch.Tensor:
-        """Device memory that only the planner kernel uses."""
-        return self._next.scratch
+    def memory(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All device memory: of uploads, of records, and scratch."""
+        uploaded, records, scratch, _ = self._next
+        return uploaded.memory, records.memory, scratch.memory
 
     @property
     def host_memory(self) -> torch.Tensor:
         """Host memory that the next upload may use; empty before the second."""
         memory = self._buffers[0].memory
         return torch.empty(0, dtype=torch.int32, device="cpu") if memory is None else memory
-
-    def fix_capacity(self, ints: int) -> None:
-        """Fixes the address of all later plans and limits them to `ints` numbers, as CUDA graphs need it."""
-        if self._next.fixed:
-            self._check_capacity(ints)
-            return
-        self._next = self._next._replace(records=self._copies.target(ints), fixed=True)
 
     def reserve(self, size: int) -> np.ndarray:
         """Returns uninitialised memory for the numbers of the next upload, which saves that a copy on the host."""
@@ -199,41 +201,36 @@ class Staging:
 
     def upload(self, ints: np.ndarray, fixed: bool = False) -> torch.Tensor:
         """Prepares a copy of a flat int32 array to the front of the device memory, and returns that memory. `fixed`:
-        its address and its size stay from now on.
+        its address and its size stay from now on, as CUDA graphs need it.
 
         The caller may change `ints` afterwards, unless it comes from `reserve`. Numbers of 64 bits become 32.
         """
-        if fixed:
-            self.fix_capacity(ints.size)
-        size, memory = ints.size, self._next
-        if size > memory.records.numel():
-            self._check_capacity(size)
-            self._next = memory = memory._replace(records=self._copies.target(_capacity(size)))
-        if memory.layout is not None:
-            self._next = memory = memory._replace(layout=None)
+        size = ints.size
+        area = self._area(self._next.uploaded, size, MIN_CAPACITY, fixed)
+        if area is not self._next.uploaded:
+            self._next = self._next._replace(uploaded=area)
         self._writes.clear()
         if size:
             if ints is not self._reserved:
                 self.reserve(size)[:] = ints
             self._writes.append(functools.partial(self._copy, size))
         self._reserved = None
-        return memory.records
+        return area.memory
 
-    def written_on_device(self, size: int, scratch: int, layout: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns memory for `size` numbers, and for `scratch` numbers that no launch but their writer's reads. A
-        function given to `write` finds there zeros, or what a writer of the same layout has left in both.
+    def written_on_device(
+        self, size: int, scratch: int, layout: object, fixed: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """Returns memory for at least `size` numbers, and for `scratch` numbers that no launch but their writer's
+        reads; and whether they may hold anything, not what a writer of the same layout has left. `fixed`: the address
+        and the size of the former stay.
         """
-        memory = self._next
-        if size > memory.records.numel():
-            self._check_capacity(size)
-            memory = memory._replace(records=self._copies.target(_capacity(max(size, DEVICE_CAPACITY))), layout=None)
-        if scratch > memory.scratch.numel():
-            memory = memory._replace(scratch=self._copies.target(_capacity(max(scratch, DEVICE_CAPACITY))), layout=None)
-        self._writes.clear()
-        if memory.layout != layout:
-            self._writes += [memory.records.zero_, memory.scratch.zero_]
-        self._next = memory._replace(layout=layout)
-        return memory.records[:size], memory.scratch[:scratch]
+        before = self._next
+        records = self._area(before.records, size, DEVICE_CAPACITY, fixed)
+        kept = self._area(before.scratch, scratch, DEVICE_CAPACITY)
+        fresh = before.layout != layout or records is not before.records or kept is not before.scratch
+        if fresh:
+            self._next = before._replace(records=records, scratch=kept, layout=layout)
+        return records.memory, kept.memory, fresh
 
     def write(self, function: Callable[[], Any]) -> None:
         """Prepares a call of a function that writes the memory, after what was prepared before."""
@@ -263,13 +260,19 @@ class Staging:
         self._next, self._reserved = self._sent, None
 
     def _copy(self, size: int) -> None:
-        self._buffers[0].send(self._next.records, size)
+        self._buffers[0].send(self._next.uploaded.memory, size)
         self._buffers.reverse()
 
-    def _check_capacity(self, ints: int) -> None:
-        capacity = self._next.records.numel()
-        if self._next.fixed and ints > capacity:
-            raise RuntimeArgumentError(
-                f"plan() of a wrapper with CUDA graphs must need at most the {capacity} int32 numbers of its first "
-                f"plan, got {ints}"
-            )
+    def _area(self, area: Area, size: int, least: int, fixed: bool = False) -> Area:
+        """Return an area for `size` numbers: this one, or one with room for at least `least`."""
+        capacity = area.memory.numel()
+        if area.fixed:
+            if size > capacity:
+                raise RuntimeArgumentError(
+                    f"plan() of a wrapper with CUDA graphs must need at most the {capacity} int32 numbers of its first "
+                    f"plan, got {size}"
+                )
+            return area
+        if fixed:
+            return Area(self._copies.target(size), fixed=True)
+        return area if size <= capacity else Area(self._copies.target(_capacity(max(size, least))))

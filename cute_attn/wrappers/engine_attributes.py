@@ -124,7 +124,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     # memory; the schedule's on the device is good for `reset_workspace_buffer`, and nothing else may write it
     "_workspace": lambda wrapper: wrapper._place.workspace,
     "_workspace_size": lambda wrapper: wrapper._place.workspace.numel(),
-    "_int_workspace_buffer": lambda wrapper: _staged(wrapper, "memory"),
+    "_int_workspace_buffer": lambda wrapper: _staged(wrapper, "uploaded"),
     "_pin_memory_int_workspace_buffer": lambda wrapper: _staged(wrapper, "host_memory"),
     "_custom_mask_buf": _held(MASK, lambda request: request.mask.packed),
     "_mask_indptr_buf": _held(

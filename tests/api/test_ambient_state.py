@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -145,13 +146,12 @@ CPU = torch.device("cpu")
 
 def staged() -> list[torch.Tensor]:
     made = Staging(CPU)
-    return [made.memory, made.scratch, *made.written_on_device(8, 8, "layout")]
+    return [*made.memory, *made.written_on_device(8, 8, "layout")[:2]]
 
 
 def fixed_staging() -> list[torch.Tensor]:
     made = Staging(CPU)
-    made.fix_capacity(8)
-    return [made.memory]
+    return [made.upload(np.zeros(8, np.int32), fixed=True)]
 
 
 def tile_counters() -> list[torch.Tensor]:

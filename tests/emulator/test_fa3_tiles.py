@@ -21,8 +21,6 @@ from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.fa3.tiles import rule_of
 from cute_attn.kernels.host import family as tiled_family
 from cute_attn.kernels.host.persistent import family as persistent_family
-from cute_attn.schedule import cost_model
-from cute_attn.schedule.cuts import Cut
 from cute_attn.schedule.split_kv import Split
 from perf import peers
 from perf.bench import oracle
@@ -31,6 +29,8 @@ from perf.workloads import one_request
 from tests.support.batch_case import E4M3, BatchCase, dims, features, heads, paged, ragged
 from tests.support.matrix import BF16, CAUSAL, HND, prefill
 from tests.support.persistent_emulated import FA3, assert_cut, name, solve_on
+from tests.support.plain_schedule import scheduling
+from tests.support.right import launched
 from tests.support.schedules import ALL_SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
@@ -78,7 +78,7 @@ NARROW: tuple[tuple[tuple[int, int], BatchCase], ...] = (  # rows and CTAs per S
 
 
 def assert_tile(launch: Launch, mask: str, emulation: Emulation) -> None:
-    spec = emulation.records[0].spec
+    spec = launched(emulation)[0].spec
     head_dims = spec["head_dim_qk"], spec["head_dim_vo"]
     tile = rule_of(TileProblem(head_dims, full=mask != "causal", launch=launch)).value
     assert spec["tile"] == asdict(tile)
@@ -104,8 +104,7 @@ def test_narrow_windows(case: tuple[tuple[int, int], BatchCase], schedule: Sched
 def test_cut_last_wave(batch: BatchCase, schedule: Schedule) -> None:
     with (
         mock.patch.object(persistent_family, "launch_of", return_value="long"),
-        mock.patch.object(cost_model, "last_wave", return_value=Cut(0, 1, 2)),
-        mock.patch.object(cost_model, "BALANCED", (0, 1)),
+        scheduling(cut=(1, 2)),
     ):
         emulation = solve_on(FA3, batch, schedule, sms=3 if batch.head_dim_qk == 256 else 2)
     assert_cut(FA3, emulation)
@@ -197,7 +196,7 @@ def test_tiles_that_begin_with_the_first_key(batch: BatchCase, trial: Trial, sch
     with force(trial):
         emulation = solve_on(FA3, batch, schedule, sms=2)
     assert trial.tile
-    assert emulation.records[0].spec["tile"] == asdict(trial.tile)
+    assert launched(emulation)[0].spec["tile"] == asdict(trial.tile)
 
 
 def test_keys_of_a_single_request_are_split() -> None:

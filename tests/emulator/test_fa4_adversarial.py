@@ -19,7 +19,7 @@ from cute_attn.emulator.settings import Emulation
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.matrix import BF16, CAUSAL, prefill
 from tests.support.persistent_emulated import FA4, name, solve_on
-from tests.support.right import emulate_call, executed
+from tests.support.right import emulate_call, executed, launched
 from tests.support.schedules import SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
@@ -238,7 +238,7 @@ OUTPUTS: tuple[tuple[BatchCase, bool], ...] = (  # and whether query tiles are s
 @pytest.mark.parametrize(("batch", "schedule"), in_turn((*PAGES, *BOXES)), ids=name)
 def test_pages(batch: BatchCase, schedule: Schedule) -> None:
     emulation = solve_on(FA4, batch, schedule, 2)
-    assert emulation.records[0].spec["kv"] == ("paged" if batch in BOXES else "gathered")
+    assert launched(emulation)[0].spec["kv"] == ("paged" if batch in BOXES else "gathered")
 
 
 @pytest.mark.parametrize(("case", "schedule"), in_turn(OUTPUTS, structure=lambda case: case[1]), ids=name)

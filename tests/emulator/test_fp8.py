@@ -18,7 +18,7 @@ from tests.support.cover import needed
 from tests.support.fp8_case import CUT, LONG, SIGNED, SMALL, VARIED, fp8, single
 from tests.support.matrix import CAUSAL
 from tests.support.persistent_emulated import TARGETS, Target, assert_cut, name, solve_on
-from tests.support.right import emulate, families
+from tests.support.right import emulate, families, launched
 from tests.support.schedules import ALL_SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
@@ -92,7 +92,7 @@ def test_multi_item(schedule: Schedule) -> None:
     types = {"dtype": "float8_e4m3fn", "o_dtype": "bfloat16"}
     batch = ragged((100,), (140,), mask="items", longest_item=30, **types, **heads(2, 2))
     emulation = emulate(batch, FA2.arch, schedule=schedule, sms=3)
-    assert [(record.spec["kernel"], record.spec["mask"]) for record in emulation.records] == [("fa2", "multi_item")]
+    assert [(record.spec["kernel"], record.spec["mask"]) for record in launched(emulation)] == [("fa2", "multi_item")]
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)

@@ -17,7 +17,7 @@ from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.graphs import graph_wrapper
 from tests.support.matrix import BF16
 from tests.support.persistent_emulated import TARGETS, name
-from tests.support.right import assert_planned_right, emulate, executed, families
+from tests.support.right import assert_planned_right, emulate, executed, families, launched
 from tests.support.schedules import ALL_SCHEDULES, SCHEDULES, in_turn, way_of_keys
 
 pytestmark = pytest.mark.emulator
@@ -36,7 +36,7 @@ GAPS: tuple[BatchCase, ...] = (
 
 def solve(case: BatchCase, arch: str, kernels: str, schedule: Schedule, sms: int | None = 3) -> Emulation:
     emulation = emulate(case, arch, kernels, schedule, sms)
-    attention = [record.spec for record in emulation.records if record.spec["kernel"] != "combine"]
+    attention = [record.spec for record in launched(emulation) if record.spec["kernel"] != "combine"]
     assert [(spec["kernel"], spec["mask"]) for spec in attention] == [(kernels, "multi_item")]
     return emulation
 
@@ -137,5 +137,5 @@ def test_captured_plans(kernels: str, arch: str) -> None:
         for case in (largest, *(random_lengths(largest, seed, 300) for seed in range(3))):
             assert_planned_right(case, made)
             run = made._planned().launch.planned
-            addresses.add(run.items + 4 * run.schedule.work.key_bounds)
+            addresses.add(run.records[1].data_ptr())
     assert len(addresses) == 1

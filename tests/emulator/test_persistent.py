@@ -34,7 +34,7 @@ from tests.support.persistent_emulated import (
     name,
     solve_on,
 )
-from tests.support.right import Solver, assert_right, emulate_call, executed
+from tests.support.right import Solver, assert_right, emulate_call, executed, families, launched
 from tests.support.schedules import SCHEDULES, in_turn, structure, way_of_keys
 
 pytestmark = pytest.mark.emulator
@@ -77,7 +77,7 @@ def test_long(target: Target, problem: BatchCase, schedule: Schedule) -> None:
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_gathered_pages(target: Target, batch: BatchCase, schedule: Schedule) -> None:
     emulation = solve_on(target, batch, schedule, sms=3)
-    assert {record.spec["kv"] for record in emulation.records} == {"gathered"}
+    assert {record.spec["kv"] for record in launched(emulation)} == {"gathered"}
 
 
 def recomputing(target: Target, *qkv: torch.Tensor, **arguments: Any) -> int:
@@ -211,10 +211,10 @@ def test_batches_in_sections(
         results = solver.call()
     prepared.cache_clear()
     assert_right(batch, solver.inputs, *results)
-    assert {record.spec["kernel"] for record in emulation.records} <= {target.kernels, "combine"}
+    assert set(families(emulation)) <= {target.kernels, "combine"}
     plan = solver.wrapper._planned().launch.planned.schedule
     *_, heads_per_section, _, _ = persistent_family.batch_order(
-        plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity
+        plan.tiling.params, plan.room.capacity.items, plan.room.capacity.merges
     )
     assert heads_per_section < plan.tiling.params.num_kv_heads
 

@@ -15,6 +15,7 @@ from tests.support.case import LOG2E
 from tests.support.cover import needed
 from tests.support.matrix import SMALL
 from tests.support.persistent_emulated import BATCHES, GATHERED, LONG, OF_8_BITS, Target, name, of_8_bits, solve_on
+from tests.support.right import launched
 from tests.support.schedules import in_turn, way_of_keys
 
 pytestmark = pytest.mark.emulator
@@ -41,7 +42,7 @@ def test_long(target: Target, problem: BatchCase, schedule: Schedule) -> None:
     pages gathered by one warp. The first of each way on all schedules.
     """
     emulation = solve_on(target, problem, schedule, sms=3)
-    assert {record.spec["kv_dtype"] for record in emulation.records} == {problem.kv_dtype}
+    assert {record.spec["kv_dtype"] for record in launched(emulation)} == {problem.kv_dtype}
 
 
 def codes(stored: torch.dtype) -> torch.Tensor:

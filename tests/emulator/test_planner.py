@@ -1,4 +1,4 @@
-"""The planner kernel on the emulator: its schedules are those of the host, and it keeps within its memory."""
+"""The planner kernel on the emulator: its schedules are those of a plain program, and it keeps within its memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from cute_attn.emulator.settings import using
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.planner import schedules_all
+from cute_attn.kernels.host.planner import Room
 from cute_attn.problem import BatchLimits, DeviceLengths
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.launch import CPU
-from cute_attn.schedule.records import NO_PARTIAL, Item, Merge
-from tests.support import device_schedules
-from tests.support.device_schedules import Case, Memory, bounded, cases, difference
+from cute_attn.runtime.staging import Staging
+from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
+from tests.support.device_schedules import Case, bounded, cases, difference, launch, room_of
 from tests.support.makespan import DECODE, PREFILL
 
 pytestmark = pytest.mark.emulator
@@ -34,11 +34,11 @@ def case(qo_len: object, kv_len: object, params: object = DECODE, limits: BatchL
 
 
 @pytest.mark.parametrize(("arch", "seed", "count"), [("sm_90a", 0, 70), ("sm_80", 1, 8)])
-def test_schedules_are_those_of_the_host(arch: str, seed: int, count: int) -> None:
-    """Later architectures have Hopper's PTX."""
+def test_schedules_are_those_of_a_plain_program(arch: str, seed: int, count: int) -> None:
+    """Of lengths on the device and on the host. Later architectures have Hopper's PTX."""
     with using(arch, checks=False):
-        for drawn in cases(count, seed, most_requests=100):
-            assert difference(drawn, emulated(arch), "cpu") is None
+        for i, drawn in enumerate(cases(count, seed, most_requests=100)):
+            assert difference(drawn, emulated(arch), "cpu", on_host=i % 2 > 0) is None
 
 
 RNG = np.random.default_rng(3)
@@ -77,16 +77,17 @@ def test_without_races() -> None:
 
 
 def test_schedules_follow_one_another_in_the_same_memory() -> None:
-    """Records that a schedule leaves behind do not reach the next one."""
+    """Records that a schedule leaves behind do not reach the next one, whether capacities are equal or not."""
     largest = case(np.full(6, 40), [9000, 9000, 5000, 20, 300, 9000], PREFILL)
-    memory = Memory.of(device_schedules.planner_of(largest, emulated("sm_90a")), "cpu")
-    counts = []
+    staging, counts = Staging(torch.device("cpu")), []
     with using("sm_90a", checks=False):
         for kv_len in ([9000, 9000, 5000, 20, 300, 9000], [1, 0, 0, 2, 3, 4], [20_000, 0, 0, 0, 5, 9000]):
             now = largest._replace(kv_len=np.asarray(kv_len), qo_len=np.asarray([40, 0, 40, 40, 1, 40]))
-            assert difference(now, emulated("sm_90a"), "cpu", memory) is None
-            counts.append(memory.scratch[0].item())
-    assert counts[1] < min(counts[0], counts[2])
+            assert difference(now, emulated("sm_90a"), "cpu", staging) is None
+            counts.append(staging.memory[2][0].item())
+        assert counts[1] < min(counts[0], counts[2])
+        for other in (SHAPES["splits of a fixed size"], SHAPES["a cut last wave of chunks"], largest):
+            assert difference(other, emulated("sm_90a"), "cpu", staging) is None
 
 
 WRONG = {
@@ -102,26 +103,24 @@ WRONG = {
 def test_index_arrays_that_are_wrong_reach_no_other_memory(name: str, limits: BatchLimits) -> None:
     """The emulator faults on accesses elsewhere; records only name rows, pages and partials that exist."""
     valid = bounded(Case(*(np.full(4, n) for n in (20, 240)), 16, 0, PREFILL._replace(rows=16), limits), 0)
-    assert schedules_all(valid.params, valid.limits)
-    gpu = emulated("sm_90a")
-    planner = device_schedules.planner_of(valid, gpu)
-    memory = Memory.of(planner, "cpu")
+    capacity = room_of(valid).capacity
     qo_indptr, kv_indptr, last = (torch.tensor(x, dtype=torch.int64).int() for x in WRONG[name])
     with using("sm_90a"):
-        device_schedules.launch(planner, DeviceLengths(qo_indptr, kv_indptr, last, 60), memory)
-    split = planner.records[0]
-    for row in memory.records[:split].view(-1, 16).tolist():
+        lengths = DeviceLengths(qo_indptr, kv_indptr, last, 60)
+        records, _ = launch(valid, lengths, emulated("sm_90a"), Staging(torch.device("cpu")))
+    split = ITEM_INTS * capacity.items
+    for row in records[:split].reshape(-1, ITEM_INTS).tolist():
         item = Item(*row[: len(Item._fields)])
         if item.qo_len:
             assert 0 <= item.qo_start < item.qo_start + item.qo_len <= 80
             assert 0 <= item.first_row < item.qo_len * valid.params.group_size
             assert 0 <= item.kv_begin <= item.kv_end <= item.kv_len
             assert 0 <= item.kv_start <= item.kv_start + -(-item.kv_len // 16) <= 60
-            assert NO_PARTIAL <= item.partial < planner.capacity.partials
+            assert NO_PARTIAL <= item.partial < capacity.partials
             assert 0 <= item.request < 4
-    for row in memory.records[split:].view(-1, 8).tolist():
+    for row in records[split:].reshape(-1, MERGE_INTS).tolist():
         merge = Merge(*row[: len(Merge._fields)])
-        assert 0 <= merge.first_partial <= merge.first_partial + merge.num_splits <= planner.capacity.partials
+        assert 0 <= merge.first_partial <= merge.first_partial + merge.num_splits <= capacity.partials
         assert merge.qo_start + merge.qo_len <= 80
 
 
@@ -131,6 +130,6 @@ def test_it_refuses_what_it_cannot_count() -> None:
     assert graph is not None
     many_splits, small = {"fixed_split_size": 64}, {"fixed_split_size": 1 << 19, "workspace_bytes": 1000}
     many_items = {"graph": graph._replace(batch_size=1 << 25, max_rows=1 << 25)}
-    assert schedules_all(DECODE, longest.limits)
+    assert Room.bounded(DECODE, longest.limits)
     for change in (many_splits, small, many_items):
-        assert not schedules_all(DECODE, longest.limits._replace(**change))
+        assert not Room.bounded(DECODE, longest.limits._replace(**change))

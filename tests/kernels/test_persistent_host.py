@@ -139,15 +139,15 @@ def test_sections_of_a_batch(
     built = build(ragged((700, 300), (kv_len, min(kv_len, 20)), **heads(16, 16)))
     plan = target.family.schedule(built.problem.settings, built.lengths, built.limits, target.arch, sms)
     prepared_kernel.cache_clear()
-    order = persistent_family.batch_order(plan.tiling.params, plan.work.item_capacity, plan.work.merge_capacity)
+    order = persistent_family.batch_order(plan.tiling.params, *plan.room.capacity[:2])
     tiles, found = order[1], order[4]
     assert found == {1: 1, 5: 4, 16: 16}[resident]
     places = set()
-    for index in range(plan.work.item_capacity * plan.tiling.params.num_kv_heads):
+    for index in range(plan.room.capacity.items * plan.tiling.params.num_kv_heads):
         section, within = divmod(index, tiles)
         item, head = divmod(within, found)
         places.add((item, section * found + head))
-    assert places == {(item, head) for item in range(plan.work.item_capacity) for head in range(16)}
+    assert places == {(item, head) for item in range(plan.room.capacity.items) for head in range(16)}
 
 
 def test_a_plan_makes_its_counters(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,20 +122,20 @@ def test_uploads_to_the_cpu(sizes: tuple[int, ...]) -> None:
 
 
 def test_a_fixed_capacity_keeps_the_address() -> None:
+    """Of uploads, and of records that a kernel writes."""
     staging = Staging(CPU)
-    staging.fix_capacity(20)
     addresses = set()
     for size in (20, 1, 13):
-        result = uploaded(staging, numbers(size, size))
+        result = staging.upload(numbers(size, size), fixed=True)
+        staging.send()
         assert result[:size].tolist() == numbers(size, size).tolist()
-        addresses.add(result.data_ptr())
-    staging.fix_capacity(20)
-    addresses.add(uploaded(staging, numbers(0, 5)).data_ptr())
-    assert len(addresses) == 1
+        records, *_ = staging.written_on_device(2 * size, size, "layout", fixed=True)
+        addresses |= {result.data_ptr(), records.data_ptr()}
+    assert len(addresses) == 2
     with pytest.raises(RuntimeArgumentError, match="at most the 20 int32 numbers of its first plan, got 21"):
         uploaded(staging, numbers(0, 21))
-    with pytest.raises(RuntimeArgumentError, match="got 30"):
-        staging.fix_capacity(30)
+    with pytest.raises(RuntimeArgumentError, match="got 41"):
+        staging.written_on_device(41, 20, "layout", fixed=True)
 
 
 def test_what_is_not_sent_leaves_the_numbers_before() -> None:
@@ -146,14 +146,14 @@ def test_what_is_not_sent_leaves_the_numbers_before() -> None:
     for prepare in (
         lambda: staging.upload(numbers(1)),
         lambda: staging.upload(numbers(1, 2 * MIN_CAPACITY)),
-        lambda: staging.fix_capacity(3 * MIN_CAPACITY),
+        lambda: staging.upload(numbers(1, 3 * MIN_CAPACITY), fixed=True),
         lambda: staging.written_on_device(10, 10, "layout"),
         lambda: staging.write(lambda: written.append("by a kernel")),
     ):
         prepare()
         staging.discard()
         staging.send()
-        assert staging.memory is before
+        assert staging.uploaded is before
         assert before[:10].tolist() == numbers(7).tolist()
     assert not written
     assert uploaded(staging, numbers(2, 5 * MIN_CAPACITY)) is not before  # whose size is not fixed
@@ -161,17 +161,31 @@ def test_what_is_not_sent_leaves_the_numbers_before() -> None:
 
 def test_a_kernel_writes_after_what_was_prepared_before() -> None:
     staging, seen = Staging(CPU), []
-    uploaded(staging, numbers(7))
-    records, scratch = staging.written_on_device(10, 4, "layout")
-    staging.write(lambda: seen.append(records.tolist() + scratch.tolist()))
+    staging.upload(numbers(7))
+    records, scratch, fresh = staging.written_on_device(10, 4, "layout")
+    staging.write(lambda: seen.append([*staging.uploaded[:2].tolist(), records.numel() >= 10, scratch.numel() >= 4]))
     staging.write_within(lambda: contextlib.nullcontext(seen.append("entered")))
+    assert fresh
     assert seen == []
     staging.send()
-    assert seen == ["entered", [0] * 14]
-    records += 1
-    again, _ = staging.written_on_device(10, 4, "layout")
-    staging.send()
-    assert again.tolist() == [1] * 10  # what a writer of the same layout has left
+    assert seen == ["entered", [7, 8, True, True]]
+
+
+def test_memory_that_a_kernel_has_written_is_known_by_its_layout() -> None:
+    """What was not sent was not written."""
+    staging = Staging(CPU)
+    found = []
+    for size, layout, sent in (
+        (10, "a", True),
+        (10, "a", True),
+        (10, "b", False),
+        (10, "a", True),
+        (1 << 20, "a", True),
+    ):
+        *_, fresh = staging.written_on_device(size, 4, layout)
+        (staging.send if sent else staging.discard)()
+        found.append(fresh)
+    assert found == [True, False, True, False, True]
 
 
 DEVICE = torch.device("cuda", 1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cute_attn.schedule.batch import schedule
 from cute_attn.schedule.constants import COMBINE_COST, ITEM_COST
 from tests.support import makespan
 from tests.support.makespan import DECODE, LIMITS, PREFILL, lengths_of, quality, random_batches, simulate, split_evenly
+from tests.support.plain_schedule import schedule
 
 
 def test_simulated_device_by_hand() -> None:

@@ -1,20 +1,23 @@
-"""Random batches, and the schedules that the planner kernel makes of them beside those of the host."""
+"""Random batches, and the schedules that the planner kernel makes of them beside those of a plain program."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from cute_attn.emulator import adapter
+from cute_attn.dispatch import emulator
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.planner import Planner, schedules_all
+from cute_attn.kernels.host.planner import Planner, Room, memory_sizes
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, GraphLimits
 from cute_attn.runtime.launch import CPU
-from cute_attn.schedule.batch import SchedulerParams, WorkList, schedule
+from cute_attn.runtime.staging import Staging
+from cute_attn.schedule.params import SchedulerParams
 from tests.support.makespan import random_kv_len
+from tests.support.plain_schedule import WorkList, schedule
 
 
 class Case(NamedTuple):
@@ -94,16 +97,25 @@ def cases(count: int, seed: int, most_requests: int = 300) -> Iterator[Case]:
     made = 0
     while made < count:
         case = bounded(random_case(rng, most_requests), int(rng.choice([0, 3, 1000])))
-        if schedules_all(case.params, case.limits) and (on_host(case).num_partials or rng.random() < 0.25):
+        if Room.bounded(case.params, case.limits) and (expected(case).num_partials or rng.random() < 0.25):
             made += 1
             yield case
 
 
-def on_host(case: Case) -> WorkList:
-    """Returns the schedule of the host."""
+def host_lengths(case: Case) -> BatchLengths:
     arrays = Arrays.of(case)
-    lengths = BatchLengths(arrays.qo_indptr, arrays.kv_indptr[:-1], case.kv_len, np.zeros(len(case.kv_len), np.int64))
-    return schedule(lengths, case.params, case.limits)
+    return BatchLengths(arrays.qo_indptr, arrays.kv_indptr, case.kv_len)
+
+
+def room_of(case: Case) -> Room:
+    room = Room.bounded(case.params, case.limits)
+    assert room is not None
+    return room
+
+
+def expected(case: Case) -> WorkList:
+    """Returns the schedule of a plain program."""
+    return schedule(host_lengths(case), case.params, case.limits, room_of(case).capacity)
 
 
 def device_lengths(case: Case, device: str) -> DeviceLengths:
@@ -117,42 +129,27 @@ def device_lengths(case: Case, device: str) -> DeviceLengths:
     return DeviceLengths(None if case.q_len else qo_indptr, kv_indptr, last, most, case.q_len)
 
 
-class Memory(NamedTuple):
-    """Memory of a planner."""
-
-    records: torch.Tensor
-    scratch: torch.Tensor
-
-    @classmethod
-    def of(cls, planner: Planner, device: str) -> Memory:
-        sizes = sum(planner.records), planner.scratch[-1]
-        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
-
-
-def launch(planner: Planner, lengths: DeviceLengths, memory: Memory) -> None:
-    """Runs the planner on a GPU, or on the emulator where it was made for that."""
-    if planner.device_index != CPU:
-        planner(lengths, *memory)
-        return
-    inputs = {name: x for name, x in lengths.arrays().items() if x.numel()}
-    written = {name: x for name, x in memory._asdict().items() if x.numel()}
-    with adapter.visible({**inputs, **written}, written):
-        planner(lengths, *memory)
+def launch(
+    case: Case, lengths: BatchLengths | DeviceLengths, gpu: Gpu, staging: Staging
+) -> tuple[np.ndarray, list[int]]:
+    """Runs the planner on a GPU, or on the emulator. Returns the records, and how many items and merges it counted."""
+    planner, room = Planner(case.params, case.page_size or 1, gpu), room_of(case)
+    records, _ = planner.placed(lengths, room, staging, fixed=False)
+    if gpu.device_index == CPU:
+        staging.write_within(functools.partial(emulator.writing, lengths, staging))
+    staging.send()
+    size = sum(memory_sizes(room)[0])
+    return records[:size].cpu().numpy(), staging.memory[2][:2].tolist()
 
 
-def planner_of(case: Case, gpu: Gpu) -> Planner:
-    return Planner(case.params, case.limits, case.page_size or 1, gpu)
-
-
-def difference(case: Case, gpu: Gpu, device: str, memory: Memory | None = None) -> str | None:
-    """Returns how the schedule of the device differs from that of the host; None if they are equal."""
-    work, planner = on_host(case), planner_of(case, gpu)
-    memory = memory or Memory.of(planner, device)
-    launch(planner, device_lengths(case, device), memory)
-    found, counts = memory.records.cpu().numpy(), memory.scratch[:2].tolist()
-    expected = [int((x[:, 1] > 0).sum()) for x in (work.items, work.merges)]
-    if counts != expected:
-        return f"counts {counts}, not {expected}: {case}"
+def difference(case: Case, gpu: Gpu, device: str, staging: Staging | None = None, on_host: bool = False) -> str | None:
+    """Returns how the schedule of the device differs from the plain one; None if they are equal. `on_host`: the planner
+    reads lengths that the host uploads.
+    """
+    work, lengths = expected(case), host_lengths(case) if on_host else device_lengths(case, device)
+    found, counts = launch(case, lengths, gpu, staging or Staging(torch.device(device)))
+    if counts != work.counts:
+        return f"counts {counts}, not {work.counts}: {case}"
     if not np.array_equal(found, work.ints):
         at = int((found != work.ints).argmax())
         return f"number {at} of {work.ints.size} is {found[at]}, not {work.ints[at]}: {case}"

@@ -9,10 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from cute_attn.problem import BatchLengths, BatchLimits
-from cute_attn.schedule.batch import SchedulerParams, WorkList, query_tiles, schedule
+from cute_attn.schedule.batch import visible_kv_tiles
 from cute_attn.schedule.constants import COMBINE_COST, ITEM_COST
+from cute_attn.schedule.params import SchedulerParams
 from cute_attn.schedule.records import NO_PARTIAL, Item
 from cute_attn.schedule.split_kv import MAX_SPLITS
+from tests.support.plain_schedule import WorkList, schedule
 
 LIMITS = BatchLimits(workspace_bytes=1 << 40)
 # Of fa2 at head dim 128 and 32 heads over 8 on an H200.
@@ -73,8 +75,8 @@ def split_evenly(visible: Sequence[int], chunk: int, params: SchedulerParams) ->
 
 def quality(lengths: BatchLengths, params: SchedulerParams) -> Quality:
     """Compares our schedule with every even split of the longest tile into 1 to 128 parts."""
-    tiles = query_tiles(lengths, params)
-    visible = (tiles.end - tiles.begin).tolist()
+    begin, end = visible_kv_tiles(lengths, params)
+    visible = (end - begin).tolist()
     longest = max(visible)
     min_chunk = max(params.min_split_tiles, -(-longest // MAX_SPLITS), 1)
     chunks = {max(min_chunk, -(-longest // splits)) for splits in range(1, MAX_SPLITS + 1)}
@@ -110,8 +112,7 @@ def random_batches(phase: str, count: int, seed: int = 0) -> Iterator[tuple[Batc
             num_kv_heads=int(rng.choice([1, 2, 4, 8, 16])), resident_ctas=int(rng.choice([132, 264, 296]))
         )
         lengths = _random_decode(rng) if phase == "decode" else _random_prefill(rng)
-        tiles = query_tiles(lengths, params)
-        if len(tiles.end) <= MOST_TILES:
+        if len(visible_kv_tiles(lengths, params)[0]) <= MOST_TILES:
             made += 1
             yield lengths, params
 

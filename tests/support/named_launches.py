@@ -12,6 +12,7 @@ from unittest import mock
 from cute_attn.emulator import adapter
 from cute_attn.kernels.host import batch as host_batch
 from cute_attn.kernels.host import gpu as loading
+from cute_attn.kernels.host import planner
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.programs import program
@@ -33,11 +34,13 @@ def params_of(spec: KernelSpec, arch: str = "sm_90a") -> tuple[Param, ...]:
 
 class NamedLaunch:
     """Takes the place of `Launch` and of `EmulatedLaunch`. Within `recorded`, `loaded` has the specs of loaded kernels,
-    and `fired` what was launched: its spec, grid, stream, `params` with a number per name, and whether with PDL.
+    and `fired` what was launched: its spec, grid, stream, `params` with a number per name, and whether with PDL; not
+    the planner kernel, whose launches are in `planned`.
     """
 
     loaded: ClassVar[list[KernelSpec]] = []
     fired: ClassVar[list[NamedLaunch]] = []
+    planned: ClassVar[list[NamedLaunch]] = []
     static: dict[str, Any]
     groups: tuple[Sequence[str], ...]
     grid: tuple[int, int, int]
@@ -61,7 +64,7 @@ class NamedLaunch:
         assert values.keys() == {param.name for param in self.artifact.params}
         fired = copy.copy(self)
         fired.grid, fired.stream, fired.params = grid, stream, SimpleNamespace(**values)
-        NamedLaunch.fired.append(fired)
+        (NamedLaunch.planned if self.spec.kernel == "plan" else NamedLaunch.fired).append(fired)
 
 
 @contextlib.contextmanager
@@ -71,6 +74,7 @@ def recorded() -> Iterator[type[NamedLaunch]]:
     def forget() -> None:
         NamedLaunch.loaded.clear()
         NamedLaunch.fired.clear()
+        NamedLaunch.planned.clear()
         loading.load.cache_clear()
         prepared_kernel.cache_clear()
 
@@ -84,6 +88,7 @@ def recorded() -> Iterator[type[NamedLaunch]]:
         mock.patch.object(loading, "artifacts", SimpleNamespace(get=artifact)),
         mock.patch.object(host_single, "current_stream", return_value=STREAM),
         mock.patch.object(host_batch, "current_stream", return_value=STREAM),
+        mock.patch.object(planner, "current_stream", return_value=STREAM),
     ):
         yield NamedLaunch
     forget()

@@ -1,15 +1,23 @@
-"""The schedule of a batch in plain integers, item by item: what `cute_attn.schedule.batch` computes with arrays."""
+"""The schedule of a batch in plain integers, item by item: what the planner kernel writes."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
 
+import numpy as np
+import torch
+
+from cute_attn.kernels.host import planner
+from cute_attn.kernels.host.planner import Planner, Room
 from cute_attn.problem import BatchLengths, BatchLimits
+from cute_attn.runtime.staging import Staging
 from cute_attn.schedule import constants
-from cute_attn.schedule.batch import record_capacity
 from cute_attn.schedule.constants import ITEM_TIME, UNIT
-from cute_attn.schedule.cuts import Capacity, SchedulerParams
+from cute_attn.schedule.params import Capacity, SchedulerParams
 from cute_attn.schedule.records import ITEM_INTS, MAX_SPLITS, MERGE_INTS
 
 NO_PARTIAL = -1
@@ -118,13 +126,47 @@ def groups_of(lengths: BatchLengths, params: SchedulerParams) -> list[int]:
     return groups
 
 
-def plain_schedule(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> list[int]:
-    """Records of a batch without key bounds."""
+class WorkList(NamedTuple):
+    """Records of a schedule, padded with zeros to the capacity of the launch."""
+
+    items: np.ndarray  # [capacity, ITEM_INTS]
+    merges: np.ndarray  # [capacity, MERGE_INTS]
+    num_partials: int
+
+    @property
+    def ints(self) -> np.ndarray:
+        """All numbers in order."""
+        return np.concatenate((self.items.ravel(), self.merges.ravel()))
+
+    @property
+    def counts(self) -> list[int]:
+        """Items and merges that are not padding."""
+        return [int((x[:, 1] > 0).sum()) for x in (self.items, self.merges)]
+
+
+def padded(records: list[list[int]], capacity: int, ints: int) -> np.ndarray:
+    assert len(records) <= capacity
+    found = np.zeros((capacity, ints), np.int32)
+    for i, record in enumerate(records):
+        found[i, : len(record)] = record
+    return found
+
+
+def schedule(
+    lengths: BatchLengths,
+    params: SchedulerParams,
+    limits: BatchLimits,
+    capacity: Capacity | None = None,
+    cut: tuple[int, int] | None = None,
+) -> WorkList:
+    """Records of a batch. `capacity`: of the launch, by default the one that lengths on the host get. `cut`: first tile
+    that is split and split size in kv tiles, by default as the cost model has them.
+    """
     tiles = tiles_of(lengths, params)
-    capacity = record_capacity(params, limits)
+    capacity = capacity or Room.of(lengths, params, limits).capacity
     assert capacity.partials <= limits.workspace_bytes // params.partial_bytes
-    fixed, cut = None if limits.disable_split_kv else limits.fixed_split_size, None
-    if fixed is None:
+    fixed = None if limits.disable_split_kv else limits.fixed_split_size
+    if fixed is None and cut is None:
         cut = best_cut([end - begin for _, _, begin, end in tiles], params, capacity)
     items: list[dict[str, Any]] = []
     merges: list[list[int]] = []
@@ -156,9 +198,22 @@ def plain_schedule(lengths: BatchLengths, params: SchedulerParams, limits: Batch
     if params.l2_kv_tokens and (fixed or not merges) and many and int(lengths.kv_len.sum()) > params.l2_kv_tokens:
         groups = groups_of(lengths, params)
     items.sort(key=lambda item: (groups[item["request"]], -(item["cost"] // width)))
-    ints = [x for item in items for x in (item["record"] + [0] * ITEM_INTS)[:ITEM_INTS]]
-    of_merges = [x for merge in merges for x in (merge + [0] * MERGE_INTS)[:MERGE_INTS]]
-    if limits.graph is not None:
-        ints += [0] * (capacity.items * ITEM_INTS - len(ints))
-        of_merges += [0] * (capacity.merges * MERGE_INTS - len(of_merges))
-    return ints + of_merges
+    records = [item["record"] for item in items]
+    return WorkList(padded(records, capacity.items, ITEM_INTS), padded(merges, capacity.merges, MERGE_INTS), partials)
+
+
+@contextlib.contextmanager
+def scheduling(cut: tuple[int, int]) -> Iterator[None]:
+    """Makes plans of lengths on the host have this cut in place of the planner kernel's, whose numbers are compiled."""
+
+    def placed(
+        self: Planner, lengths: BatchLengths, room: Room, staging: Staging, fixed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        work = schedule(lengths, self.params, BatchLimits(1 << 50), room.capacity, cut)
+        records, *_ = staging.written_on_device(work.ints.size, 0, None, fixed)
+        staging.write(lambda: records[: work.ints.size].copy_(torch.from_numpy(work.ints)))
+        return records, records
+
+    tiles = Capacity(64, 64, 64)
+    with mock.patch.object(Planner, "placed", placed), mock.patch.object(planner, "capacity_for", return_value=tiles):
+        yield

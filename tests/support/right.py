@@ -124,9 +124,21 @@ def emulate_call(
     return emulation
 
 
+def launched(emulation: Emulation, first: int = 0) -> list[Any]:
+    """The records of launches that compute, from number `first` on: not of the planner, nor merges of nothing."""
+    records = emulation.records[first:]
+    merged = {"ex2"}  # forms that a combine kernel executes where it has work
+    return [
+        record
+        for record in records
+        if record.spec["kernel"] not in ("plan", "lengths")
+        and (record.spec["kernel"] != "combine" or merged & {form[:3] for form in record.stats.instructions})
+    ]
+
+
 def families(emulation: Emulation) -> list[str]:
-    """The kernels' families, in the order of the launches."""
-    return [str(record.spec["kernel"]) for record in emulation.records]
+    """The kernels' families, in the order of the launches that compute."""
+    return [str(record.spec["kernel"]) for record in launched(emulation)]
 
 
 def executed(emulation: Emulation, *forms: str) -> int:

@@ -11,12 +11,13 @@ import torch
 from cute_attn.kernels.combine.spec import RowsOfWarps, rows_of_warps
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, launch_nothing, optional_tensors
+from cute_attn.kernels.host.planner import Room
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.kernels.rules import Rule
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
+from cute_attn.problem import BatchProblem, Settings
 from cute_attn.runtime.launch import Settled, Values, current_stream
-from cute_attn.schedule.batch import WorkList, max_qo_len
-from cute_attn.schedule.cuts import SchedulerParams
+from cute_attn.schedule.params import SchedulerParams
+from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS
 
 Tensors = tuple[Any, ...]  # q, k, v, out, lse, a tuple of `operands.Optional`; kv_indices and workspace of the plan in
 # ^ force
@@ -38,10 +39,12 @@ class Tiling(Generic[T_co]):
 
 @dataclass
 class BatchSchedule(Generic[T_co]):
-    """Schedule of a batch with one work item per query tile and split: fa2, fa3 and fa4."""
+    """Launches of a batch with one work item per query tile and split, whatever the planner kernel finds that fits the
+    room: fa2, fa3 and fa4.
+    """
 
     tiling: Tiling[T_co]
-    work: WorkList
+    room: Room
     grid: Grid  # of the attention kernel
     rows_per_merge: int
     combine: RowsOfWarps  # all rows of all merge records and blocks of heads
@@ -49,24 +52,21 @@ class BatchSchedule(Generic[T_co]):
     order: Values  # of the kernel's tile order fields
 
     @classmethod
-    def of(
-        cls, tiling: Tiling[T_co], work: WorkList, lengths: BatchLengths, limits: BatchLimits, sms: int
-    ) -> BatchSchedule[T_co]:
-        """Returns the schedule with the launches of a work list. `lengths` are read only without `limits.graph`."""
-        params, merges = tiling.params, work.merge_capacity
-        late = merges if limits.fixed_split_size is None else 0
-        rows_per_merge = min(params.rows, max_qo_len(lengths, limits) * params.group_size)
-        total = work.item_capacity * params.num_kv_heads
+    def of(cls, tiling: Tiling[T_co], room: Room, sms: int) -> BatchSchedule[T_co]:
+        """Returns the schedule with launches for what there is room for."""
+        params, (items, merges, partials) = tiling.params, room.capacity
+        most = room.sizes.max_rows if room.sizes.max_qo_len is None else room.sizes.max_qo_len
+        rows_per_merge = min(params.rows, most * params.group_size)
+        total = items * params.num_kv_heads
         groups = min(total, params.resident_ctas) if tiling.order else total
-        partial_o_bytes = params.num_kv_heads * params.rows * (params.partial_row_bytes - 4)  # without lse
         return cls(
             tiling,
-            work,
+            room,
             grid=(tiling.ctas * groups, 1, 1),
             rows_per_merge=rows_per_merge,
-            combine=rows_of_warps(merges * params.num_kv_heads * rows_per_merge, sms, limits.graph is None),
-            partial_o_bytes=limits.workspace_bytes // params.partial_bytes * partial_o_bytes,
-            order=tiling.order(params, work.item_capacity, late) if tiling.order else (),
+            combine=rows_of_warps(merges * params.num_kv_heads * rows_per_merge, sms, exist=False),
+            partial_o_bytes=partials * params.num_kv_heads * params.rows * (params.partial_row_bytes - 4),  # no lse
+            order=tiling.order(params, items, 0 if room.chunk else merges) if tiling.order else (),
         )
 
     @property
@@ -75,8 +75,9 @@ class BatchSchedule(Generic[T_co]):
         return bool(self.combine.num_rows)
 
     def workspace(self) -> tuple[int, int]:
-        """Returns the bytes of the workspace in use, and the bytes of the records."""
-        return self.work.num_partials * self.tiling.params.partial_bytes, self.work.ints.nbytes
+        """Returns the most bytes of the workspace that may be in use, and the bytes of the records."""
+        items, merges, partials = self.room.capacity
+        return min(items, partials) * self.tiling.params.partial_bytes, 4 * (items * ITEM_INTS + merges * MERGE_INTS)
 
 
 Memory = tuple[int, int, int]  # address and number of page indices, and address of the workspace
@@ -100,7 +101,7 @@ class BatchRun(Runner):
 
     version: object = None  # another one where a later plan changes grids or numbers
 
-    records: torch.Tensor  # in device memory
+    records: tuple[torch.Tensor, ...]  # in device memory, with what is beside them
 
     def __init__(self, settings: Settings, gpu: Gpu) -> None:
         self.settings, self.gpu = settings, gpu

@@ -6,15 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-import torch
-
 from cute_attn.kernels.combine.spec import rows_of_warps
 from cute_attn.kernels.host.batch import BatchRun, BatchSchedule, Launched, Memory, Tiling
 from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.features import batched, combine_spec
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.planner import Planner, schedules_all
+from cute_attn.kernels.host.planner import Planner, Room
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
 from cute_attn.kernels.rules import Rule
@@ -31,8 +28,7 @@ from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Values
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule import batch as batch_schedule
-from cute_attn.schedule.batch import AllocateInts, Size, WorkList, allocate_ints, size_of
+from cute_attn.schedule.batch import Size, size_of
 from cute_attn.schedule.records import ITEM_INTS
 from cute_attn.schedule.split_kv import Split, ceil_div, split_kv, visible_tokens
 
@@ -117,18 +113,15 @@ class TiledFamily(Generic[T]):
         return [attention, combine] if split else [attention]
 
     def schedule(
-        self,
-        settings: Settings,
-        lengths: BatchLengths,
-        limits: BatchLimits,
-        arch: Arch,
-        sms: int,
-        allocate: AllocateInts = allocate_ints,
-    ) -> BatchSchedule[T]:
-        """Returns the schedule of a batch, with records from `allocate`."""
-        tiling = self.tiling(settings, size_of(lengths, limits), arch, sms)
-        work = batch_schedule.schedule(lengths, tiling.params, limits, allocate)
-        return BatchSchedule.of(tiling, work, lengths, limits, sms)
+        self, settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch, sms: int
+    ) -> BatchSchedule[T] | None:
+        """Returns the launches of a batch; None where lengths on the device might need more than the planner kernel, or
+        the workspace, has room for.
+        """
+        known = lengths if isinstance(lengths, BatchLengths) else None
+        tiling = self.tiling(settings, size_of(known or NO_LENGTHS, limits), arch, sms)
+        room = Room.bounded(tiling.params, limits) if known is None else Room.of(known, tiling.params, limits)
+        return None if room is None else BatchSchedule.of(tiling, room, sms)
 
     def plan(
         self,
@@ -138,36 +131,23 @@ class TiledFamily(Generic[T]):
         staging: Staging,
         gpu: Gpu,
     ) -> SplitKvBatchRun[T] | None:
-        """Returns a callable that runs batches of these settings and lengths; None where the planner kernel cannot
-        schedule every batch within `limits.graph`, and the lengths are on the device.
-        """
-        if isinstance(lengths, DeviceLengths):
-            tiling = self.tiling(settings, size_of(NO_LENGTHS, limits), gpu.arch, gpu.sms)
-            if not schedules_all(tiling.params, limits):
-                return None
-            planner = Planner(tiling.params, limits, settings.page_size, gpu)
-            work = WorkList(0, planner.capacity.items, planner.capacity.merges, np.empty(0, np.int32))
-            schedule = BatchSchedule.of(tiling, work, NO_LENGTHS, limits, gpu.sms)
-            records = planner.placed(lengths, staging)
-        else:
-            schedule = self.schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-            records = staging.upload(schedule.work.ints, limits.keeps_address)
-        return SplitKvBatchRun(self, settings, lengths, limits, staging, gpu, schedule, records)
+        """Returns a callable that runs batches of these settings and lengths; None: `schedule`."""
+        schedule = self.schedule(settings, lengths, limits, gpu.arch, gpu.sms)
+        return None if schedule is None else SplitKvBatchRun(self, settings, lengths, limits, staging, gpu, schedule)
 
     def batch_launches(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
-    ) -> tuple[BatchSchedule[T], list[KernelLaunch]]:
+    ) -> tuple[BatchSchedule[T] | None, list[KernelLaunch]]:
         """Returns the schedule of a batch, and kernels and grids."""
         schedule = self.schedule(settings, lengths, limits, arch, sms)
+        assert schedule is not None  # of lengths on the host
         attention = self.spec(settings, schedule.tiling.tile, False), schedule.grid
         combine = combine_spec(settings.features), schedule.combine.grid
         return schedule, [launch for launch in (attention, combine) if launch[1][0]]
 
 
 class SplitKvBatchRun(BatchRun, Generic[T]):
-    """Runs batches whose keys are split by the schedule, with a combine launch after the attention launch. `records`:
-    device memory where those of the schedule will be.
-    """
+    """Runs batches whose keys are split by the schedule, with a combine launch after the attention launch."""
 
     def __init__(
         self,
@@ -178,17 +158,18 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         staging: Staging,
         gpu: Gpu,
         schedule: BatchSchedule[T],
-        records: torch.Tensor,
     ) -> None:
         super().__init__(settings, gpu)
         self.family, self.limits, self.staging = family, limits, staging
-        self.device_lengths = lengths if isinstance(lengths, DeviceLengths) else None  # a captured graph reads them
-        self._follow(schedule, records)
-        self.kernel(settings)
+        self._kernel(schedule, settings)
+        self._follow(schedule, lengths)
 
-    def _follow(self, schedule: BatchSchedule[T], records: torch.Tensor) -> None:
-        """Makes the launches those of a schedule."""
-        self.records, self.items = records, records.data_ptr()
+    def _follow(self, schedule: BatchSchedule[T], lengths: BatchLengths | DeviceLengths) -> None:
+        """Makes the launches those of a schedule, which the planner kernel is to write."""
+        tiling = schedule.tiling
+        planner = prepared(Planner, tiling.params, self.settings.page_size, self.gpu)
+        self.lengths = lengths  # a captured graph reads those on the device
+        self.records = planner.placed(lengths, schedule.room, self.staging, self.limits.keeps_address)
         self.schedule = self.version = schedule
 
     def kernel(self, settings: Settings) -> PreparedKernel:
@@ -203,14 +184,15 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         """Replaces the lengths of the requests. Returns whether the kernels are the same; None, and nothing is
         replaced, if the host does not know the lengths.
         """
-        if self.device_lengths is not None or isinstance(lengths, DeviceLengths):
+        if not (isinstance(self.lengths, BatchLengths) and isinstance(lengths, BatchLengths)):
             return None
-        arch, sms, reserve = self.gpu.arch, self.gpu.sms, self.staging.reserve
-        before, now = self.schedule, self.family.schedule(self.settings, lengths, self.limits, arch, sms, reserve)
+        before = self.schedule
+        now = self.family.schedule(self.settings, lengths, self.limits, self.gpu.arch, self.gpu.sms)
+        assert now is not None  # of lengths on the host
         same_kernel = now.tiling is before.tiling and now.merges == before.merges
         if not same_kernel:
             self._kernel(now, self.settings)  # before records are replaced: it may be missing
-        self._follow(now, self.staging.upload(now.work.ints, self.limits.keeps_address))
+        self._follow(now, lengths)
         return same_kernel
 
     def decided(self, memory: Memory) -> Launched:
@@ -218,12 +200,13 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         MERGE_FIELDS.
         """
         pages, _, workspace = memory
-        schedule, work, items = self.schedule, self.schedule.work, self.items
+        schedule, (records, uploaded) = self.schedule, self.records
+        items, params = records.data_ptr(), schedule.tiling.params
         o = workspace if schedule.merges else 0
         partials = o, o + schedule.partial_o_bytes
-        key_bounds = () if work.key_bounds is None else (items + 4 * work.key_bounds,)
+        key_bounds = (uploaded.data_ptr(),) if self.settings.features.multi_item else ()
         numbers = *schedule.order, items, *partials, pages, *key_bounds
-        merge_items = items + 4 * ITEM_INTS * work.item_capacity
+        merge_items = items + 4 * ITEM_INTS * schedule.room.capacity.items
         combine_grid, *rows = schedule.combine
-        merges = *rows, merge_items, schedule.rows_per_merge, schedule.tiling.params.rows
+        merges = *rows, merge_items, schedule.rows_per_merge, params.rows
         return Launched(schedule, memory, schedule.grid, numbers, combine_grid, merges, partials, ())

@@ -1,108 +1,179 @@
-"""Host code of the planner kernel, which schedules batches whose lengths are on the device.
+"""Host code of the planner kernel, which writes the schedules of batches.
 
-The host knows no length, only what bounds them (`BatchLimits.graph`): the sizes of launches follow from these, and the
-schedule may be any that fits.
+The host knows no more of a schedule than its tiling and how many records it may have (`schedule.batch`), from which the
+sizes of launches follow: the schedule may be any that fits.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from cute_attn.errors import RuntimeArgumentError
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import Fields
 from cute_attn.kernels.plan.spec import PlanSpec
-from cute_attn.problem import BatchLimits, DeviceLengths, GraphLimits
+from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, GraphLimits
 from cute_attn.request.settings import MAX_KV_LEN
-from cute_attn.runtime.launch import current_stream
+from cute_attn.runtime.launch import Values, current_stream
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule.batch import fixed_chunk, max_fixed_size_splits, max_query_tiles, record_capacity
-from cute_attn.schedule.cuts import SchedulerParams
+from cute_attn.schedule.batch import (
+    capacity_for,
+    fixed_chunk,
+    max_fixed_size_splits,
+    max_query_tiles,
+    record_capacity,
+    room_for,
+)
+from cute_attn.schedule.params import Capacity, SchedulerParams
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 
 MAX_TILES = 1 << 24  # query tiles and records: the kernel sums several of them in 32 bits
 MAX_PRODUCT = (1 << 31) - 1  # of items and kv heads
-LENGTH_FIELDS = ("qo_indptr", "kv_indptr", "last_page_len", "q_len", "max_kv")
+LENGTH_FIELDS = ("qo_indptr", "kv_indptr", "last_page_len", "kv_len", "mask_offset", "q_len", "max_kv", "fresh")
 SCHEDULER_FIELDS = (  # of `SchedulerParams`
     *("rows", "cols", "group_size", "num_kv_heads", "causal", "resident_ctas", "min_split_tiles", "partial_cost"),
 )
+ROOM_FIELDS = (
+    *("batch_size", "max_rows", "max_pages", "fixed_chunk"),
+    *("max_tiles", "item_capacity", "merge_capacity", "partial_capacity"),
+)
 MEMORY_FIELDS = ("items", "merges", "counts", "first_tile", "groups", "order", "tiles", "splits")
 COUNTS = 4  # int32 numbers: items and merges of the schedule, two unused
+NOTHING = np.empty(0, np.int64)
 
 
-def schedules_all(params: SchedulerParams, limits: BatchLimits) -> bool:
-    """Tells whether the kernel can schedule every batch within these limits: records and products of them fit its
-    integers, and splits of a fixed size the workspace.
-    """
-    assert limits.graph is not None
-    graph, items = limits.graph, record_capacity(params, limits).items
-    kv_tiles = ceil_div(_longest(graph), params.cols)
-    if max(items * params.num_kv_heads, kv_tiles * MAX_SPLITS) > MAX_PRODUCT:
-        return False
-    if max(max_query_tiles(graph, params), items) > MAX_TILES:
-        return False
-    chunk = fixed_chunk(params, limits)
-    if not chunk:
-        return True
-    parts = ceil_div(ceil_div(graph.max_kv_tokens, params.cols), chunk)
-    room = limits.workspace_bytes // params.partial_bytes
-    return parts <= 1 or (parts <= MAX_SPLITS and max_fixed_size_splits(graph, params, chunk) <= room)
+class Room(NamedTuple):
+    """Sizes of a schedule, and of what the kernel may read and write for it."""
 
+    capacity: Capacity
+    sizes: GraphLimits
+    tiles: int  # query tiles
+    chunk: int  # kv tiles of splits of a fixed size, or 0
 
-def _longest(graph: GraphLimits) -> int:
-    return min(graph.max_kv_tokens, MAX_KV_LEN)
+    @classmethod
+    def of(cls, lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> Room:
+        """Return the room for lengths on the host. Raises what hinders their schedule."""
+        capacity, sizes = capacity_for(lengths, params, limits), limits.graph or room_for(lengths)
+        room = cls(capacity, sizes, max_query_tiles(sizes, params), fixed_chunk(params, limits))
+        if not room.is_countable(params):
+            raise RuntimeArgumentError(
+                f"a batch must have at most {MAX_TILES} query tiles and splits of them, and {MAX_PRODUCT} for all kv "
+                f"heads, got {room.capacity.items} for {lengths.rows} query tokens: plan fewer requests at a time"
+            )
+        return room
+
+    @classmethod
+    def bounded(cls, params: SchedulerParams, limits: BatchLimits) -> Room | None:
+        """Return the room for all batches within `limits.graph`; None where one might need more than the kernel counts,
+        or splits of a fixed size that do not fit the workspace or a merge.
+        """
+        graph, chunk = limits.graph, fixed_chunk(params, limits)
+        assert graph is not None
+        room = cls(record_capacity(params, limits), graph, max_query_tiles(graph, params), chunk)
+        if not room.is_countable(params):
+            return None
+        parts = ceil_div(ceil_div(graph.max_kv_tokens, params.cols), chunk) if chunk else 1
+        slots = limits.workspace_bytes // params.partial_bytes
+        fits = parts <= 1 or (parts <= MAX_SPLITS and max_fixed_size_splits(graph, params, chunk) <= slots)
+        return room if fits else None
+
+    @property
+    def longest_kv(self) -> int:
+        """Most keys of a request."""
+        most = self.sizes.max_kv_len
+        return min(self.sizes.max_kv_tokens, MAX_KV_LEN if most is None else most)
+
+    def is_countable(self, params: SchedulerParams) -> bool:
+        """Tell whether records and products of them fit the kernel's integers."""
+        items, kv_tiles = self.capacity.items, ceil_div(self.longest_kv, params.cols)
+        if max(items * params.num_kv_heads, kv_tiles * MAX_SPLITS) > MAX_PRODUCT:
+            return False
+        return max(self.tiles, items) <= MAX_TILES
 
 
 class Planner:
-    """The planner kernel with the parameters of one tiling and of one set of limits, which it must not refuse."""
+    """The planner kernel for one tiling."""
 
-    def __init__(self, params: SchedulerParams, limits: BatchLimits, page_size: int, gpu: Gpu) -> None:
-        assert limits.graph is not None
-        graph = limits.graph
-        self.capacity = record_capacity(params, limits)
-        max_tiles = max_query_tiles(graph, params)
-        items, merges, _ = self.capacity
-        self.records = items * ITEM_INTS, merges * MERGE_INTS  # int32 numbers that launches read
-        sizes = COUNTS, graph.batch_size + 1, graph.batch_size, max(items, graph.batch_size), 4 * max_tiles, 4 * items
-        # Where the arrays that the kernel keeps for itself begin, in numbers, and the last one ends: 16-byte alignment.
-        self.scratch = (*itertools.accumulate((-(-size // 4) * 4 for size in sizes), initial=0),)
-        self.device_index, self.keeps_address = gpu.device_index, limits.keeps_address
-        kv_tiles = ceil_div(_longest(graph), params.cols)
+    def __init__(self, params: SchedulerParams, page_size: int, gpu: Gpu) -> None:
+        self.params, self.page_size, self.device_index = params, page_size, gpu.device_index
         static: Fields = {
-            "batch_size": graph.batch_size,
-            "max_rows": graph.max_rows,
-            "max_pages": max(_longest(graph) // page_size, 1),
             "page_size": page_size,
             **{name: int(getattr(params, name)) for name in SCHEDULER_FIELDS},
             "window_left": max(-1, min(params.window_left, 1 << 30)),
-            "fixed_chunk": min(fixed_chunk(params, limits), kv_tiles + 1),
             "l2_kv_tokens": min(params.l2_kv_tokens, MAX_PRODUCT),
-            "max_tiles": max_tiles,
-            "item_capacity": items,
-            "merge_capacity": merges,
-            "partial_capacity": min(self.capacity.partials, MAX_PRODUCT),
         }
-        self.launch = gpu.loaded(PlanSpec(), enable_pdl=False).bind(static, LENGTH_FIELDS, MEMORY_FIELDS)
+        kernel = gpu.loaded(PlanSpec(), enable_pdl=False)
+        self.launch = kernel.bind(static, LENGTH_FIELDS, ROOM_FIELDS, MEMORY_FIELDS)
 
-    def placed(self, lengths: DeviceLengths, staging: Staging) -> torch.Tensor:
-        """Prepares a launch, and returns the device memory of the records."""
-        size = sum(self.records)
-        if self.keeps_address:
-            staging.fix_capacity(size)
-        records, scratch = staging.written_on_device(size, self.scratch[-1], (self.records, self.scratch))
-        staging.write(functools.partial(self, lengths, records, scratch))
-        return records
-
-    def __call__(self, lengths: DeviceLengths, records: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Launches the kernel on the current stream. `records`, `scratch`: memory of as many numbers, zeros before the
-        first launch.
+    def placed(
+        self, lengths: BatchLengths | DeviceLengths, room: Room, staging: Staging, fixed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prepare a launch, and return the device memory of the records, and that of what the host uploads: the key
+        bounds of multi-item scoring, with zeros for rows of the last tile that do not exist, and the lengths. `fixed`:
+        their addresses stay.
         """
-        indptrs = lengths.qo_indptr, lengths.kv_indptr, lengths.last_page_len
-        addresses = [0 if x is None else x.data_ptr() for x in indptrs]
-        items, kept = records.data_ptr(), scratch.data_ptr()
-        memory = items, items + 4 * self.records[0], *(kept + 4 * start for start in self.scratch[:-1])
-        of_lengths = *addresses, lengths.q_len or 0, lengths.kv_end
-        self.launch.fire(current_stream(self.device_index), of_lengths, ((1, 1, 1), memory))
+        if isinstance(lengths, BatchLengths):
+            uploaded, read = _upload(lengths, room.sizes.max_rows + self.params.rows, staging, fixed)
+        else:
+            uploaded, read = staging.uploaded, _on_device(lengths)
+        sizes, scratch = memory_sizes(room)
+        records, kept, fresh = staging.written_on_device(sum(sizes), scratch[-1], (sizes, scratch), fixed)
+        values = self.values(room)
+        items = records.data_ptr()
+        memory = items, items + 4 * sizes[0], *(kept.data_ptr() + 4 * start for start in scratch[:-1])
+        settled = (1, 1, 1), values, memory
+        staging.write(functools.partial(self, (*read, int(fresh)), settled))
+        return records, uploaded
+
+    def values(self, room: Room) -> Values:
+        """Return the values of ROOM_FIELDS."""
+        sizes, (items, merges, partials) = room.sizes, room.capacity
+        kv_tiles = ceil_div(room.longest_kv, self.params.cols)
+        pages = max(ceil_div(room.longest_kv, self.page_size), 1)
+        chunk = min(room.chunk, kv_tiles + 1)
+        return sizes.batch_size, sizes.max_rows, pages, chunk, room.tiles, items, merges, min(partials, MAX_PRODUCT)
+
+    def __call__(self, lengths: Values, settled: tuple[object, ...]) -> None:
+        """Launch the kernel on the current stream."""
+        self.launch.fire(current_stream(self.device_index), lengths, settled)
+
+
+def memory_sizes(room: Room) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Return the int32 numbers of items and of merges, and where the arrays that the kernel keeps for itself begin, and
+    the last one ends: 16-byte alignment.
+    """
+    items, merges, _ = room.capacity
+    batch = room.sizes.batch_size
+    sizes = COUNTS, batch + 1, batch, max(items, batch), 4 * room.tiles, 4 * items
+    starts = itertools.accumulate((-(-size // 4) * 4 for size in sizes), initial=0)
+    return (items * ITEM_INTS, merges * MERGE_INTS), (*starts,)
+
+
+def _on_device(lengths: DeviceLengths) -> Values:
+    """Return the values of LENGTH_FIELDS but the last."""
+    arrays = lengths.qo_indptr, lengths.kv_indptr, lengths.last_page_len
+    return *(0 if x is None else x.data_ptr() for x in arrays), 0, 0, lengths.q_len or 0, lengths.kv_end
+
+
+def _upload(lengths: BatchLengths, max_rows: int, staging: Staging, fixed: bool) -> tuple[torch.Tensor, Values]:
+    """Prepare a copy of key bounds, of which there are `max_rows` rows, and of lengths; return its memory, and the
+    values of LENGTH_FIELDS but the last.
+    """
+    bounds, masks = NOTHING, NOTHING
+    if lengths.key_bounds is not None:
+        bounds = np.pad(lengths.key_bounds.ravel(), (0, 2 * (max_rows - len(lengths.key_bounds))))
+    if lengths.mask_offset is not None:
+        masks = lengths.mask_offset.view(np.int32)  # low and high halves
+    parts = bounds, lengths.qo_indptr, lengths.kv_start, lengths.kv_len, masks
+    ints = staging.reserve(sum(map(len, parts)))
+    np.concatenate(parts, out=ints)
+    uploaded = staging.upload(ints, fixed)
+    starts = itertools.accumulate(map(len, parts[:-1]), initial=uploaded.data_ptr() // 4)
+    _, qo_indptr, kv_start, kv_len, mask_offset = (4 * start for start in starts)
+    return uploaded, (qo_indptr, kv_start, 0, kv_len, mask_offset if len(masks) else 0, 0, lengths.kv_end)

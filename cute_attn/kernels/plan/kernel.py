@@ -1,7 +1,7 @@
 """Planner kernel: one CTA reads the lengths of a batch in device memory and writes its schedule.
 
-The schedule is that of `cute_attn.schedule.batch`, bit by bit, of a launch of fixed size: items, then zeros up to where
-the schedule before it ended. Stages, with a barrier between them:
+The schedule is one of a launch of fixed size: items, then zeros up to where the schedule before it ended. Stages, with
+a barrier between them:
 
     query tiles   of every request, and the kv tiles that they see
     split size    by the cost model: a warp per candidate
@@ -74,8 +74,11 @@ class PlanProgram(GridProgram):
             ptx.ld_shared_b32(cta.base + Int32(Smem.longest_kv)),
             load_shared_wide(cta.base + Int32(Smem.total_kv)),
         )
-        self.clear(cta, p.items, ITEM_INTS, num_items, ptx.minimum(old_items, p.item_capacity))
-        self.clear(cta, p.merges, MERGE_INTS, num_merges, ptx.minimum(old_merges, p.merge_capacity))
+        fresh = p.fresh != 0
+        old_items = ptx.select(fresh, p.item_capacity, ptx.minimum(old_items, p.item_capacity))
+        old_merges = ptx.select(fresh, p.merge_capacity, ptx.minimum(old_merges, p.merge_capacity))
+        self.clear(cta, p.items, ITEM_INTS, num_items, old_items)
+        self.clear(cta, p.merges, MERGE_INTS, num_merges, old_merges)
         if cta.thread == 0:
             ptx.st_global_v2(p.counts, 0, [num_items, num_merges])
 

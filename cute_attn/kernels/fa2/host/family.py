@@ -16,7 +16,7 @@ from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Values
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.batch import Size
-from cute_attn.schedule.cuts import SchedulerParams
+from cute_attn.schedule.params import SchedulerParams
 from cute_attn.schedule.split_kv import Split, ceil_div, min_split_tiles
 
 MANY_ROWS = tiles.APPEND_ROWS + 1  # packed rows of a request: no tile is chosen for more

@@ -25,7 +25,7 @@ from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Values
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.batch import Size, orders_by_l2
-from cute_attn.schedule.cuts import SchedulerParams
+from cute_attn.schedule.params import SchedulerParams
 from cute_attn.schedule.split_kv import Split, ceil_div, min_split_tiles
 
 SMALL_PAGE, LARGE_PAGE = 1, 128  # tokens: every page size has the kernels of one of these

@@ -29,11 +29,13 @@ class PlanParams(NamedTuple):
     """Kernel parameters, in order. Addresses are Int64; all arrays are int32."""
 
     qo_indptr: Int64  # [batch_size + 1]; 0: every request has `q_len` query tokens
-    kv_indptr: Int64  # [batch_size + 1]
+    kv_indptr: Int64  # [batch_size + 1], or with `kv_len` [batch_size]
     last_page_len: Int64  # [batch_size]; 0: kv_indptr counts tokens
+    kv_len: Int64  # [batch_size]; 0: keys follow from the two before
+    mask_offset: Int64  # [batch_size, 2]: low and high 32 bits; 0: no masks
     items: Int64  # records, written
     merges: Int64
-    counts: Int64  # [4]: items and merges; read before they are written
+    counts: Int64  # [4]: items and merges; read before they are written, unless `fresh`
     first_tile: Int64  # scratch: [batch_size + 1]
     groups: Int64  # [batch_size]
     tiles: Int64  # [max_tiles, 4]
@@ -41,6 +43,7 @@ class PlanParams(NamedTuple):
     order: Int64  # [max(item_capacity, batch_size)]
     batch_size: Int32
     q_len: Int32
+    fresh: Int32  # 1: the memory of records may hold anything; 0: what a launch with equal capacities has left
     max_rows: Int32  # of q
     max_kv: Int32  # rows of ragged k and v, or entries of kv_indices
     max_pages: Int32  # of one request
@@ -146,10 +149,13 @@ class Cta:
         count = ptx.minimum(kv_stop - kv_start, p.max_pages)
         last = clamp(ptx.load_word_if(paged, p.last_page_len + place), Int32(1), p.page_size)
         tokens = ptx.select(count > 0, (count - Int32(1)) * p.page_size + last, Int32(0))
-        return Request(start, qo_len, kv_start, ptx.select(paged, tokens, count))
+        tokens = ptx.select(paged, tokens, count)
+        given = p.kv_len != Int64(0)
+        keys = clamp(ptx.load_word_if(given, p.kv_len + place), Int32(0), p.max_pages * p.page_size)
+        return Request(start, qo_len, kv_start, ptx.select(given, keys, tokens))
 
     def visible(self, request: Request, first_row: Int32) -> tuple[Int32, Int32]:
-        """Returns the range of kv tiles that some row of a query tile sees: `schedule.batch._visible_kv_tiles`."""
+        """Returns the range of kv tiles that some row of a query tile sees: `schedule.batch.visible_kv_tiles`."""
         p = self.p
         behind = request.kv_len - request.qo_len  # a token's position less its number
         last = ptx.minimum(ptx.divide(first_row + p.rows - Int32(1), p.group_size), request.qo_len - Int32(1))

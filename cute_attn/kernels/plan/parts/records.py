@@ -1,4 +1,4 @@
-"""Splits of query tiles, their order, and the records of items and merges: `schedule.batch` on the device.
+"""Splits of query tiles, their order, and the records of items and merges.
 
 The order is a stable counting sort of keys from 0 to 255 by all threads. Every warp takes a segment of the input in
 order. The first pass counts its keys; sums over keys and warps say where the segment's numbers of each key begin; the
@@ -187,7 +187,9 @@ class Records:
         kv_begin, kv_end = begin * p.cols, ptx.minimum(end * p.cols, request.kv_len)
         ptx.st_global_v4(record, 0, [request.qo_start, request.qo_len, request.kv_start, request.kv_len])
         ptx.st_global_v4(record, 16, [first_row, kv_begin, kv_end, slot])
-        ptx.st_global_v4(record, 32, [zero, zero, i, zero])
+        masked, place = p.mask_offset != Int64(0), p.mask_offset + Int64(i) * Int64(8)
+        low, high = ptx.load_word_if(masked, place), ptx.load_word_if(masked, place + Int64(4))
+        ptx.st_global_v4(record, 32, [low, high, i, zero])
         ptx.st_global_v4(record, 48, [zero, zero, zero, zero])
 
     # ---- order
@@ -234,7 +236,9 @@ class Records:
 
     @cute.jit
     def write_groups(self, longest_kv: Int32, total_kv: Int64) -> None:
-        """Writes the L2 group of every request: `schedule.batch.l2_groups`."""
+        """Writes the L2 group of every request, longest requests first: the keys of one group fit L2 together, unless
+        there are more than 256 times as many.
+        """
         cta, p = self.cta, self.cta.p
         width = ptx.divide(longest_kv, Int32(SORT_BINS)) + Int32(1)
 

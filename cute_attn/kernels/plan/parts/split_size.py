@@ -1,4 +1,15 @@
-"""The split size of a batch by the cost model: `schedule.cost_model`, whose numbers these are bit by bit."""
+"""Number of splits of each query tile of a batch: a search over split sizes, of all tiles or of those of the last wave,
+with a model of the makespan.
+
+A device runs a number of items at once and starts the next one, longest first, where one ends. The makespan of splits
+is estimated as the largest of three: the longest item, the work shared equally, and the long items wave by wave, those
+of more than half the time of the longest; shorter ones fill what waves leave free. Without splits the third is the
+fullest CTA: when `count` items cost `cost` or more, some CTA runs `ceil(count / concurrent_items)` of them. How close
+schedules come to the best: `tests/schedule/test_makespan.py`.
+
+All arithmetic is in integers, and every division is of numbers >= 0 and rounds down. Times count `UNIT`ths of a kv
+tile.
+"""
 
 from dataclasses import dataclass
 from functools import reduce

@@ -135,8 +135,9 @@ class XqaBatchRun(BatchRun):
         memory, size = staging.upload(planned.records, limits.keeps_address), lengths.batch_size
         end = len(planned.records)
         counters = end - planned.config.ctas
-        self.records, self.counters = memory[:counters], memory[counters:end]
-        self.seq_lens, page_starts, q_indptr = (self.records[n * size :].data_ptr() for n in range(3))
+        records, self.counters = memory[:counters], memory[counters:end]
+        self.records = (records,)
+        self.seq_lens, page_starts, q_indptr = (records[n * size :].data_ptr() for n in range(3))
         self.q_indptr = q_indptr if lengths.q_len is None else 0  # 0: all requests have as many query tokens
         self.request = 0, page_starts, size  # the first values of REQUEST_FIELDS
         if isinstance(lengths, DeviceLengths):  # the records do not have them

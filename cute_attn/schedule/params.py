@@ -1,4 +1,4 @@
-"""What schedules follow from besides lengths, and what the search for splits of query tiles finds."""
+"""What schedules follow from besides lengths, and how many records they may have."""
 
 from __future__ import annotations
 
@@ -39,11 +39,3 @@ class Capacity(NamedTuple):
     items: int
     merges: int
     partials: int
-
-
-class Cut(NamedTuple):
-    """Which query tiles are split, in the order of requests, and how."""
-
-    time: int  # of the launch, as the model estimates it
-    first: int  # tiles from this one on are split
-    size: int  # kv tiles of the longest part
