@@ -257,7 +257,9 @@ def read_config(path: Path) -> dict[str, Any]:
 def of_config(config: dict[str, Any], dtype: str | None) -> list[Shape]:
     """Returns the kinds of layers of a model."""
     if config.get("kv_lora_rank"):
-        raise ArgumentError("the model has multi-head latent attention (kv_lora_rank), which this library does not do")
+        raise ArgumentError(
+            "the model has multi-head latent attention (kv_lora_rank), whose kernels are not listed: calls compile them"
+        )
     heads = config.get("num_attention_heads")
     if type(heads) is not int or heads < 1:
         raise ArgumentError(f"the configuration has no number of attention heads: num_attention_heads is {heads!r}")

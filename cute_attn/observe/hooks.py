@@ -56,7 +56,7 @@ class Call(NamedTuple):
         return self.function if self.owner is None else f"{self.owner.__name__}.{self.function}"
 
 
-Place = Callable[[tuple[Any, ...]], tuple[str, type | None, str]]  # from arguments to the first fields of a call
+Place = Callable[[tuple[Any, ...], dict[str, Any], Callable[..., Any]], Call]  # from the last fields of a call
 Observer = Callable[[Call, Callable[[], Any]], Any]  # runs the second argument, and returns what it returns
 
 
@@ -87,11 +87,11 @@ def install(observers: Sequence[Observer]) -> None:
     functions = [(module, name, member) for module, name, member in names if not inspect.isclass(member)]
     methods = [(cls, name, method) for cls in classes for name, method in _methods(cls, set(classes))]
     places: list[tuple[Callable[..., Any], Place]] = [
-        *((function, functools.partial(_of_module, module, name)) for module, name, function in functions),
-        *((method, functools.partial(_of_class, classes, name)) for _, name, method in methods),
+        *((function, functools.partial(Call, module, None, name)) for module, name, function in functions),
+        *((method, functools.partial(_method_call, classes, name)) for _, name, method in methods),
     ]
     for cls, name, method in methods:  # some are one function under two names
-        setattr(cls, name, _observed(method, observers, functools.partial(_of_class, classes, name)))
+        setattr(cls, name, _observed(method, observers, functools.partial(_method_call, classes, name)))
     observed = {id(function): _observed(function, observers, place) for function, place in places[: len(functions)]}
     for module in (cute_attn.exports, *MODULES.values()):  # where the originals are
         for name, member in list(vars(module).items()):
@@ -110,14 +110,10 @@ def _methods(cls: type, public: set[type]) -> Iterator[tuple[str, Callable[..., 
             yield name, method
 
 
-def _of_module(module: str, name: str, args: tuple[Any, ...]) -> tuple[str, None, str]:
-    return module, None, name
-
-
-def _of_class(classes: dict[type, str], name: str, args: tuple[Any, ...]) -> tuple[str, type, str]:
-    """Returns the public class of a wrapper (users may derive from it), after its module."""
+def _method_call(classes: dict[type, str], name: str, args: tuple[Any, ...], *others: Any) -> Call:
+    """Returns a call with the public class of the wrapper, from which a user's may derive."""
     owner = next(cls for cls in type(args[0]).__mro__ if cls in classes)
-    return classes[owner], owner, name
+    return Call(classes[owner], owner, name, args, *others)
 
 
 def _observed(function: Callable[..., Any], observers: Sequence[Observer], place: Place) -> Callable[..., Any]:
@@ -125,7 +121,7 @@ def _observed(function: Callable[..., Any], observers: Sequence[Observer], place
     def observed(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling() or _depth.inside:
             return function(*args, **kwargs)
-        call = Call(*place(args), args, kwargs, function)
+        call = place(args, kwargs, function)
         proceed = functools.partial(function, *args, **kwargs)
         for observer in observers:
             proceed = functools.partial(observer, call, proceed)

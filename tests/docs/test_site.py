@@ -28,8 +28,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_pages_are_there(site: Path) -> None:
-    assert {"index.html", "contributing.html", "changelog.html", "guide/batches.html"} <= {
-        path.relative_to(site).as_posix() for path in site.rglob("*.html")
+    assert {"index.html", "contributing.html", "changelog.html", "guide/batches.html", "search/search_index.js"} <= {
+        path.relative_to(site).as_posix() for path in site.rglob("*")
     }
 
 

@@ -156,10 +156,7 @@ class CuteAttnMLAPrefillBackend(MLAPrefillBackend):
     ]
     _prefills: LatentPrefills | None = None  # of a builder's backend: each layer has one that never runs
 
-    @staticmethod
-    def get_name() -> str:
-        """Return the name under which vLLM's registry of prefill backends has it."""
-        return MLA_NAME
+    get_name = staticmethod(lambda: MLA_NAME)
 
     @classmethod
     def supports_compute_capability(cls, device_capability: Any) -> bool:

@@ -117,15 +117,7 @@ class Nvfp4Unit(QuantisedUnit):
         super().__init__(spec)
         self.e2m1, self.e4m3 = conversion(E2M1, arch), conversion(E4M3, arch)
 
-    @cute.jit
-    def store(
-        self,
-        operand: cutlass.Constexpr,
-        scale: cutlass.Constexpr,
-        source: cutlass.Constexpr,
-        slot: cutlass.Constexpr,
-        head: Int32,
-    ) -> None:
+    def store(self, operand: Operand, scale: Any, source: Source, slot: Slot, head: Int32) -> None:
         largest = max_magnitude(source.loaded)
         values = scaled(replaced_nan(source.loaded, largest, 0), scale.power)
         largest = multiply(largest, scale.power)
@@ -144,15 +136,7 @@ class Fp8Unit(QuantisedUnit):
         super().__init__(spec)
         self.fp8 = conversion(FP8[spec.stored], arch)
 
-    @cute.jit
-    def store(
-        self,
-        operand: cutlass.Constexpr,
-        scale: cutlass.Constexpr,
-        source: cutlass.Constexpr,
-        slot: cutlass.Constexpr,
-        head: Int32,
-    ) -> None:
+    def store(self, operand: Operand, scale: Any, source: Source, slot: Slot, head: Int32) -> None:
         values = scaled(replaced_nan(source.loaded, max_magnitude(source.loaded), 0x7F800000), scale.power)
         by = divisor(Float32(1.0), scale.value)
         words = codes(self.fp8, values, self.block(operand, source, scale.power), by)

@@ -46,14 +46,13 @@ class FragmentStore:
 class WarpgroupStore(FragmentStore):
     """Store of an MMA warpgroup: normalises, exchanges within quads, stores. No shared memory, no barrier."""
 
-    @cute.jit
     def write(self, out: list[Float32], shift: list[Float32], total: list[Float32]) -> None:
         """Normalises and stores; `shift` and `total` as softmax leaves them: per row slot, sums still per thread."""
-        for slot in cutlass.range_constexpr(len(self.layout.slots)):
+        for slot in self.layout.slots:
             row, stats = self.lanes.row(slot), RowStats.of(self.layout, [shift[slot]], [total[slot]])
             factor, lse = self.epilogue.row(stats.maximum[0], stats.total[0], self.rows.head(row))
             values = [x * factor for x in self.layout.of_slot(out, slot)]
-            if cutlass.const_expr(self.target.dtype == "float32"):
+            if self.target.dtype == "float32":
                 self.store_f32(row, values)
             else:
                 self.store_chunks(row, values)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from cute_attn.kernels.blocks.smem_map import PersistentTile
 from cute_attn.kernels.formats import FP8_DTYPES
@@ -35,14 +34,3 @@ class PersistentSpec(KernelSpec):
     @property
     def fp8(self) -> bool:
         return self.dtype in FP8_DTYPES
-
-
-# Variants that the compile gate builds, of scores and masks: the first needs more registers than any other.
-MODIFIED: tuple[dict[str, Any], ...] = (
-    {"mask": "packed", "scores": ("scale", "alibi", "soft_cap")},
-    {"mask": "packed"},
-    {"mask": "band"},
-    {"scores": ("scale", "soft_cap")},
-)
-ITEMS: dict[str, Any] = {"schedule": "items", "kv": "paged"}
-GATHERED: dict[str, Any] = {"schedule": "items", "kv": "gathered"}

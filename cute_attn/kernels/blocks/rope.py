@@ -6,6 +6,7 @@ the upper 32 bits of their product with a position are the angle: seven instruct
 two. Rotated values are rounded back to 16 bits, which the matrix units need.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +48,13 @@ class RotaryTable:
                     power = power * power
                 ptx.st_shared_v2(self.table + pair * 8, 0, [*ptx.fraction_words(frequency)])
 
-    def rotate_chunk(self, low_at: Int32, high_at: Int32, table: Int32, position: Int32) -> None:
-        """Rotates eight dimensions with their eight partners half a row to the right, in place."""
-        low, high = self.rotated(ptx.ld_shared_v4(low_at), ptx.ld_shared_v4(high_at), table, position)
-        ptx.st_shared_v4(low_at, 0, low)
-        ptx.st_shared_v4(high_at, 0, high)
+    def rotate_chunk(self, sources: Iterable[Int32], targets: Iterable[Int32], chunk: Int32, position: Int32) -> None:
+        """Rotates chunk `chunk` of a row, eight dimensions, with its partner half a row to the right: both addresses,
+        and where they are written.
+        """
+        low, high = map(ptx.ld_shared_v4, sources)
+        for target, words in zip(targets, self.rotated(low, high, self.table + chunk * 64, position), strict=True):
+            ptx.st_shared_v4(target, 0, words)
 
     def rotated(
         self, low: list[Int32], high: list[Int32], table: Int32, position: Int32
@@ -86,6 +89,5 @@ class RowRotation(RotaryTable):
         chunk = team.thread % lanes
         if chunk < pairs:
             for row in cutlass.range(team.thread // lanes, rows, team.size // lanes, unroll=1):
-                low = target + swizzled(row, chunk, self.pitch)
-                high = target + swizzled(row, chunk + pairs, self.pitch)
-                self.rotate_chunk(low, high, self.table + chunk * 64, Int32(position(row)))
+                both = [target + swizzled(row, at, self.pitch) for at in (chunk, chunk + pairs)]
+                self.rotate_chunk(both, both, chunk, Int32(position(row)))

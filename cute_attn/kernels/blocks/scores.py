@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
@@ -87,7 +86,6 @@ class RowAlibi:
         return [x + ptx.fma(self.slope, Float32(column), start) for column, x in enumerate(s)]
 
 
-@cute.jit
 def alibi_slope(head: Int32, num_heads: Int32) -> Float32:
     """Returns 2^(-8 (h + 1) / n) for the first n = 2^floor(log2 heads) heads, then 2^(-4 (2 (h - n) + 1) / n).
 

@@ -362,9 +362,8 @@ class Fa2Program(AttentionProgram):
         running = work.products.add(state.running, s, operand.address, masked)
         return State(running, self.advance(slot, 1), page_ids)
 
-    @cute.jit
-    def rotate_k(self, work: cutlass.Constexpr, k: Int32, kv_tile: Int32) -> None:
-        if cutlass.const_expr(work.rotation is not None):
+    def rotate_k(self, work: Work, k: Int32, kv_tile: Int32) -> None:
+        if work.rotation is not None:
             rows = self.spec.tile.team_cols
             row0 = work.team.index * rows
             start = kv_tile * self.spec.tile.cols + row0

@@ -55,16 +55,9 @@ class Rotation(RotaryTable):
             chunk = first + lane % self.lanes
             exists = True if first + self.lanes <= self.pairs else chunk < self.pairs
             if exists:
-                self.rotate_chunks(row, chunk, source, target, tile_rows, position)
-
-    def rotate_chunks(
-        self, row: Int32, chunk: Int32, source: Int32, target: Int32, tile_rows: int, position: Int32
-    ) -> None:
-        low, high = (self.offset(row, chunk + half, tile_rows) for half in (0, self.pairs))
-        words = ptx.ld_shared_v4(source + low), ptx.ld_shared_v4(source + high)
-        new_low, new_high = self.rotated(*words, self.table + chunk * 64, position)
-        ptx.st_shared_v4(target + low, 0, new_low)
-        ptx.st_shared_v4(target + high, 0, new_high)
+                places = [self.offset(row, at, tile_rows) for at in (chunk, chunk + self.pairs)]
+                sources, targets = (source + place for place in places), (target + place for place in places)
+                self.rotate_chunk(sources, targets, chunk, position)
 
 
 class RotationWarps(TransformWarps):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from cute_attn.kernels.blocks.persistent_spec import GATHERED, ITEMS, MODIFIED
+from cute_attn.kernels.blocks.default_specs import GATHERED, HARDEST, ITEMS, LLAMA, SPLIT, shared_specs
 from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS, Operands, TileProblem
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.fa4.tiles import rule_of
@@ -14,43 +15,15 @@ from cute_attn.runtime.spec import KernelSpec
 
 
 def default_specs(gpu: Arch) -> list[KernelSpec]:
-    """Lists the specs to compile: all head dims in bf16, dense, paged and with the most demanding scores; the rest at
-    the commonest dims.
-    """
-    arch = gpu.name
-    llama = (128, 128)
-    specs = [_spec(arch, dims, **source) for dims in HEAD_DIMS for source in ({}, ITEMS, GATHERED)]
-    specs += [_spec(arch, dims, split=True, out_dtype="float32") for dims in HEAD_DIMS]
-    specs.append(_spec(arch, llama, out_dtype="float32"))  # of a step of ring prefill
-    specs += [_spec(arch, dims, **MODIFIED[0], **source) for dims in HEAD_DIMS for source in ({}, GATHERED)]
-    specs += [_spec(arch, llama, **modified) for modified in MODIFIED[1:]]
-    specs += [_spec(arch, llama, **MODIFIED[0], **ITEMS), _spec(arch, (192, 128), mask="band", **ITEMS)]
-    specs += [_spec(arch, dims, full=True, **source) for dims in ((192, 128), llama) for source in ({}, ITEMS)]
-    modified_in_pairs: tuple[dict[str, Any], ...] = (
-        {"scores": MODIFIED[0]["scores"]},
-        {"scores": MODIFIED[0]["scores"], **ITEMS},
-        {"schedule": "items"},
-        {"split": True, "out_dtype": "float32"},
-    )
-    specs += [_spec(arch, llama, full=True, **rest) for rest in modified_in_pairs]
-    specs += [_spec(arch, llama, mask="multi_item", **source) for source in (ITEMS, GATHERED)]
-    specs += [_spec(arch, llama, schedule="items"), _spec(arch, llama, dtype="float16", out_dtype="float16")]
-    fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, GATHERED, {"schedule": "items"}, {"mask": "band"})
-    fp8 += ({**MODIFIED[0], **ITEMS},)
-    for dims in FP8_HEAD_DIMS:
-        specs += [_spec(arch, dims, dtype="float8_e4m3fn", **source) for source in fp8]
-        specs.append(_spec(arch, dims, dtype="float8_e4m3fn", split=True, out_dtype="float32"))
-    return specs + _fp8_kv_specs(arch)
-
-
-def _fp8_kv_specs(arch: str) -> list[KernelSpec]:
-    llama, (e4m3, e5m2) = (128, 128), FP8_DTYPES
-    specs = [_spec(arch, dims, kv_dtype=e4m3, **source) for dims in HEAD_DIMS for source in ({}, ITEMS, GATHERED)]
-    specs += [_spec(arch, dims, kv_dtype=e4m3, **MODIFIED[0], **ITEMS) for dims in HEAD_DIMS]
-    specs += [_spec(arch, llama, kv_dtype=e4m3, split=True, out_dtype="float32")]
-    specs += [_spec(arch, llama, kv_dtype=e5m2, **ITEMS), _spec(arch, llama, kv_dtype=e4m3, **MODIFIED[0], **GATHERED)]
-    specs += [_spec(arch, llama, dtype="float16", out_dtype="float16", kv_dtype=stored) for stored in (e4m3, e5m2)]
-    return specs
+    """Lists the specs to compile: those of both persistent families, and those that only Blackwell's has."""
+    spec = functools.partial(_spec, gpu.name)
+    scores = {"scores": HARDEST["scores"]}
+    specs = [*shared_specs(spec, HEAD_DIMS), spec(LLAMA, **HARDEST), spec((192, 128), mask="band", **ITEMS)]
+    specs += [spec((192, 128), full=True, **source) for source in ({}, ITEMS)]
+    in_pairs: tuple[dict[str, Any], ...] = ({}, ITEMS, scores, scores | ITEMS, {"schedule": "items"}, SPLIT)
+    specs += [spec(LLAMA, full=True, **rest) for rest in in_pairs]
+    specs += [spec(dims, dtype=FP8_DTYPES[0], **GATHERED) for dims in FP8_HEAD_DIMS]
+    return [*specs, spec(LLAMA, kv_dtype=FP8_DTYPES[0], **HARDEST, **GATHERED)]
 
 
 def _spec(

@@ -85,7 +85,6 @@ class OutputStaging:
         """Whether this thread is the one that stores."""
         return self.lanes.lane_row == 0
 
-    @cute.jit
     def acquire(self) -> None:
         """Waits until the tile before has been read from the buffer."""
         self.drain()
@@ -229,8 +228,7 @@ class EpilogueWarps:
         else:
             self.write_rows(tile, store, factor)
 
-    @cute.jit
-    def write_staged(self, tile: cutlass.Constexpr, factor: Float32) -> None:
+    def write_staged(self, tile: Any, factor: Float32) -> None:
         staging = tile.staging
         staging.acquire()
         for first, count in self.pieces():
@@ -240,8 +238,7 @@ class EpilogueWarps:
         head = rows.head(tile.first_row) - rows.first_head  # not 0 where one token's heads fill more than a query tile
         staging.store(tile.tensor_map, [head, rows.start + rows.token(tile.first_row), tile.work.head_block])
 
-    @cute.jit
-    def write_rows(self, tile: cutlass.Constexpr, store: cutlass.Constexpr, factor: Float32) -> None:
+    def write_rows(self, tile: OutputTile, store: Any, factor: Float32) -> None:
         for first, count in self.pieces():
             store.write_columns(first, self.load(tile, first, count), factor)
         self.release(tile)

@@ -139,7 +139,6 @@ class MlaProgram(LatentProgram):
         moved = slot + Int32(steps * self.memory.slot_bytes)
         return ptx.select(moved >= shared_memory() + Int32(ring), moved - Int32(ring), moved)
 
-    @cute.jit
     def write_output(self, merge: StateMerge, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         merge.sync()
         merge.write(rows, segment, share, split)

@@ -21,16 +21,15 @@ class WarpRows(FragmentStore):
     memory: SharedMemory
     base: Int32  # of shared memory
 
-    @cute.jit
     def write(self, out: list[Float32], stats: RowStats) -> None:
         factors = []
-        for slot in cutlass.range_constexpr(len(self.layout.slots)):
+        for slot in self.layout.slots:
             row = self.lanes.row(slot)
             factor, lse = self.epilogue.row(stats.maximum[slot], stats.total[slot], self.rows.head(row))
             factors.append(factor)
             self.store_lse(row, lse)
-        if cutlass.const_expr(self.target.dtype == "float32"):
-            for slot in cutlass.range_constexpr(len(self.layout.slots)):
+        if self.target.dtype == "float32":
+            for slot in self.layout.slots:
                 # A generator, so that the products are computed inside the branch that stores them.
                 places = [i for i, column in self.layout.pairs(slot) if column < self.memory.head_dim_vo]
                 pairs = ([x * factors[slot] for x in out[i : i + 2]] for i in places)

@@ -103,7 +103,6 @@ class Producer:
             self.copy_row(target, first, (nope, rope), size, range(self.memory.columns))
         ptx.cp_async_arrive(ring.full(q))
 
-    @cute.jit
     def end(self, q: PipelineState) -> None:
         """Tell the MMA warpgroups that no segments are left. Q is free, so they have waited for all copies."""
         record = SegmentRecord(*(Int32(NO_WORK) for _ in SegmentRecord._fields))
