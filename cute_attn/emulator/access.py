@@ -87,8 +87,7 @@ def store_shared(
 
 def words_of(rows: Array) -> Array:
     """View rows of bytes as words."""
-    words: Array = np.ascontiguousarray(rows).view(word_type(rows.shape[1]))[:, 0]
-    return words
+    return np.ascontiguousarray(rows).view(word_type(rows.shape[1]))[:, 0]
 
 
 def load_global(

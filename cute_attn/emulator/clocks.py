@@ -234,8 +234,7 @@ class Shadow:
         """The agents whose last read of the blocks of these cells one of the clocks has not observed."""
         used = self.clocks.used
         last = self.last_read[_blocks(cells), :used].max(axis=0, initial=0)
-        found: list[int] = np.flatnonzero(last > clocks[:, :used].min(axis=0)).tolist()
-        return found
+        return np.flatnonzero(last > clocks[:, :used].min(axis=0)).tolist()
 
 
 def _blocks(cells: Array) -> slice:

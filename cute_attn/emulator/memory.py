@@ -116,8 +116,7 @@ class SharedMemory:
         """Load words for warps (agents, one per word) or for an operation. `check` must be called before."""
         self._need_valid(offsets, nbytes, what)
         self._order(offsets, nbytes, by, what, write=False)
-        words: Array = self.bytes.windows(nbytes)[offsets]
-        return words
+        return self.bytes.windows(nbytes)[offsets]
 
     def store(self, offsets: Array, words: Array, by: Array | Op, what: str) -> None:
         """Store words, like `load`. A warp must not overwrite an mbarrier."""

@@ -114,8 +114,7 @@ class Program:
         self.files[name] = origin
         space: dict[str, Any] = {}
         exec(compile(source, name, "exec"), self.names, space)
-        function: Callable[..., Any] = space["block"]
-        return function
+        return space["block"]
 
     def _instruction(self, emitter: Emitter, inst: Inst, entry: Form, choices: tuple[str, ...]) -> None:
         if inst.guard is None:

@@ -43,13 +43,11 @@ def _quotient(a: Array, b: Array) -> Array:
     quotient = a // safe
     if a.dtype.kind == "i":
         quotient = quotient + ((quotient * safe != a) & ((a < 0) != (safe < 0)))
-    result: Array = np.where(b == 0, np.array(-1).astype(a.dtype), quotient).astype(a.dtype)
-    return result
+    return np.where(b == 0, np.array(-1).astype(a.dtype), quotient).astype(a.dtype)
 
 
 def _remainder(a: Array, b: Array) -> Array:
-    result: Array = np.where(b == 0, a, a - _quotient(a, b) * b).astype(a.dtype)
-    return result
+    return np.where(b == 0, a, a - _quotient(a, b) * b).astype(a.dtype)
 
 
 computed(
@@ -114,8 +112,7 @@ def _fma_half(a: Array, b: Array, c: Array) -> Array:
     bits = near.view(np.int32)
     inexact = (near.astype(np.float64) != total) & ((bits & 1) == 0)
     outward = np.abs(total) > np.abs(near.astype(np.float64))
-    result: Array = np.where(inexact, bits + np.where(outward, 1, -1), bits).astype(np.int32).view(np.float32)
-    return result
+    return np.where(inexact, bits + np.where(outward, 1, -1), bits).astype(np.int32).view(np.float32)
 
 
 _ROUNDED: dict[str, str | Callable[..., Array]] = {
@@ -172,8 +169,7 @@ _floats(
 
 def _fma64(a: Array, b: Array, c: Array) -> Array:
     """a * b + c: rounded once if the platform's long double has 64 bits of mantissa, and nearly always otherwise."""
-    total: Array = (a.astype(np.longdouble) * b + c).astype(np.float64)
-    return total
+    return (a.astype(np.longdouble) * b + c).astype(np.float64)
 
 
 computed({"fma.rn.f64": _fma64}, conformance="approx")

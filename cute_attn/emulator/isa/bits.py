@@ -51,8 +51,7 @@ def shift(e: Emitter, inst: Inst, op: str, kind: str) -> None:
 
 def _shift_left(x: Array, count: Array) -> Array:
     bits = 8 * x.dtype.itemsize
-    shifted: Array = np.where(count < bits, x << np.minimum(count, bits - 1).astype(x.dtype), x.dtype.type(0))
-    return shifted
+    return np.where(count < bits, x << np.minimum(count, bits - 1).astype(x.dtype), x.dtype.type(0))
 
 
 def _shift_right(x: Array, count: Array) -> Array:
@@ -66,8 +65,7 @@ def funnel(w: WarpBatch, mask: Array | None, side: str, mode: str, low: Array, h
     both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
     n = (count & np.uint32(31) if mode == ".wrap" else np.minimum(count, np.uint32(32))).astype(np.uint64)
     shifted = (both << n) >> np.uint64(32) if side == ".l" else both >> n
-    result: Array = shifted.astype(np.uint32)
-    return result
+    return shifted.astype(np.uint32)
 
 
 @called("lop3.b32", operands=". . . #", results=".", golden="bits")
@@ -99,8 +97,7 @@ def _prmt(a: Array, b: Array, selector: Array) -> Array:
 
 def _bit_table(x: Array) -> Array:
     """Unpack words to bits [n, 32], lowest first."""
-    bits: Array = (x[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
-    return bits
+    return (x[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
 
 
 def _popc(x: Array) -> Array:

@@ -44,8 +44,7 @@ def _to_integer(want: np.dtype, x: Array) -> Array:  # type: ignore[type-arg]
     result = np.where(top, 0, found).astype(want)
     nan = np.array(1 << 63, np.uint64).astype(want) if np.dtype(want).itemsize == 8 else np.array(0, want)
     result = np.where(top, np.array(limits.max, want), result)
-    chosen: Array = np.where(np.isnan(wide), nan, result)
-    return chosen
+    return np.where(np.isnan(wide), nan, result)
 
 
 @form("cvt{.rni|.rzi|.rmi|.rpi}{.f32.f32|.f64.f64}", golden="convert")
@@ -87,8 +86,7 @@ def halves_to_fp8(w: WarpBatch, mask: Array | None, to: str, pairs: Array) -> Ar
 @called("cvt.rn.satfinite.e2m1x2.f32", operands="f4 f4", results="u1", **_BLACKWELL)
 def to_fp4(w: WarpBatch, mask: Array | None, high: Array, low: Array) -> Array:
     """Convert a pair; operand a goes to the upper four bits."""
-    packed: Array = formats.encode(low, "e2m1") | (formats.encode(high, "e2m1") << np.uint8(4))
-    return packed
+    return formats.encode(low, "e2m1") | (formats.encode(high, "e2m1") << np.uint8(4))
 
 
 @called("cvt.rn{.f16x2}{.e4m3x2|.e5m2x2}", operands="$0 $1 u2", results="u4", since=89, golden="fp8")

@@ -64,5 +64,4 @@ def is_cancelled(w: WarpBatch, mask: Array | None, response: Array) -> Array:
 
 
 def _word(response: Array, index: int) -> Array:
-    words: Array = np.ascontiguousarray(response).view(np.uint32).reshape(-1, 4)[:, index].copy()
-    return words
+    return np.ascontiguousarray(response).view(np.uint32).reshape(-1, 4)[:, index].copy()

@@ -165,8 +165,7 @@ def at(cta: Cta, address: int, cluster: bool = False) -> Mbarrier:
     found = cta.cluster.ctas[rank].mbarriers.get(offset)
     if found is None:
         raise BarrierFault(f"no mbarrier was initialised at shared {offset:#x}")
-    barrier: Mbarrier = found
-    return barrier
+    return found
 
 
 def target(cta: Cta, address: int, op: Op, what: str, in_order: bool = False) -> Mbarrier:

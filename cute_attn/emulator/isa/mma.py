@@ -65,8 +65,7 @@ def _multiply_add(w: WarpBatch, a: Array, b: Array, c: Array) -> Array:
     # In fp64: the order in which a BLAS adds depends on a row's place in the tile, the bits of a GPU's sums do not.
     product = np.matmul(a.astype("f8"), b.astype("f8").transpose(0, 2, 1)).astype("f4")  # [warps, 16, 8]
     fragments = product.reshape(len(w.warps), 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, w.size)
-    total: Array = fragments + c
-    return total
+    return fragments + c
 
 
 @called("movmatrix.sync.aligned.m8n8.trans.b16", operands="u4", results="u4", converges=True, golden="matrix")
@@ -74,5 +73,4 @@ def movmatrix(w: WarpBatch, mask: Array | None, a: Array) -> Array:
     """Transpose: lane l holds elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, before and after."""
     whole(w, mask, "movmatrix")
     rows = np.ascontiguousarray(w.full(a)).view(np.uint16).reshape(-1, 8, 8)
-    found: Array = np.ascontiguousarray(rows.transpose(0, 2, 1)).reshape(-1).view(np.uint32)
-    return found
+    return np.ascontiguousarray(rows.transpose(0, 2, 1)).reshape(-1).view(np.uint32)

@@ -73,5 +73,4 @@ def _warps(w: WarpBatch, mask: Array | None, count: int, what: str) -> Array:
     if count % 8 or not 24 <= count <= 256:
         raise PtxError(f"{what} {count}: a multiple of 8 between 24 and 256 is needed")
     whole(w, mask, what)
-    found: Array = w.warps[w.row[w.first_lanes(mask)]]
-    return found
+    return w.warps[w.row[w.first_lanes(mask)]]

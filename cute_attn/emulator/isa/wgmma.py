@@ -138,8 +138,7 @@ def _warpgroup(w: WarpBatch) -> Warpgroup:
 
 def _value_of(x: Any) -> Array:
     """Value of an accumulator register; for a mark, the result of its product."""
-    found: Array = x.product.results[x.index] if isinstance(x, InFlight) else x
-    return found
+    return x.product.results[x.index] if isinstance(x, InFlight) else x
 
 
 # --- forms ------------------------------------------------------------------------------------------------------------
