@@ -19,7 +19,7 @@ from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
 from cute_attn.kernels.host.persistent.family import launch_of
 from cute_attn.runtime.arch import named
-from tests.support.persistent_host import TARGETS, single
+from tests.support.persistent_host import TARGETS
 
 FA3, FA4 = TARGETS
 KINDS: dict[tuple[str, str], Operands] = {  # dtype and kv_dtype of a spec, and the operands
@@ -195,14 +195,6 @@ def test_a_cta_of_a_pair_holds_its_own_queries_and_half_of_k_and_v() -> None:
 @pytest.mark.parametrize(("head_dim", "columns"), [(128, 1), (160, 2), (192, 2), (256, 2)])
 def test_the_ctas_of_a_pair_have_equal_columns_of_v(head_dim: int, columns: int) -> None:
     assert BlackwellMemory(PAIR, 256, head_dim).loaded("v").columns == columns
-
-
-@pytest.mark.parametrize(("qo_len", "sms", "grid"), [(200, 132, 16), (5000, 132, 132), (5000, 9, 8), (5000, 1, 2)])
-def test_grids_are_whole_pairs(qo_len: int, sms: int, grid: int) -> None:
-    problem = single(dim=256)
-    schedule = FA4.family.scheduler(problem.settings, FA4.arch, sms)(qo_len, 128)
-    assert schedule.tile.ctas == 2
-    assert schedule.grid == (grid, 1, 1)
 
 
 @pytest.mark.parametrize("change", [{"kv": "gathered"}, {"kv_dtype": "float8_e4m3fn"}])
