@@ -80,9 +80,10 @@ class Program:
             except EmulatorError as err:
                 err.message += f" (PTX line {item.line}: {item.text})"
                 raise
-            if entry.solo or (entry.converges and not converges):
+            together = entry.converges or bool(entry.aligned)
+            if entry.solo or (together and not converges):
                 close()
-            converges = converges or entry.converges
+            converges = converges or together
             current.append((item, entry, choices))
             if entry.solo or item.op in ENDS:
                 close(entry.solo)
@@ -132,6 +133,8 @@ class Program:
         """Emit an instruction, with notes of the registers of tensor-memory loads around it."""
         start = len(emitter.lines)
         emitter.reads, emitter.writes = set(), set()
+        if entry.aligned and emitter.mask != "None":
+            emitter.line(f"w.whole({emitter.mask}, {entry.aligned!r})")
         entry.build(emitter, inst, *choices)
         if not self.tracked:
             return

@@ -14,7 +14,7 @@ import numpy as np
 
 from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array, some
-from cute_attn.emulator.errors import Deadlock, EmulatorError, FaultLocation, UnknownForm
+from cute_attn.emulator.errors import Deadlock, Divergence, EmulatorError, FaultLocation, UnknownForm
 from cute_attn.emulator.program import EXIT, Block
 
 if TYPE_CHECKING:
@@ -111,6 +111,13 @@ class WarpBatch:
     def active_agents(self, mask: Array | None) -> Array:
         """The agents of the warps that have active lanes."""
         return self.agents if mask is None else self.agents[mask.reshape(-1, 32).any(axis=1)]
+
+    def whole(self, mask: Array, what: str) -> None:
+        """Check that all 32 lanes of each participating warp are active."""
+        rows = mask.reshape(-1, 32)
+        partial = rows.any(axis=1) & ~rows.all(axis=1)
+        if some(partial):
+            raise Divergence(f"{what} with lanes of warp {int(self.warps[partial.argmax()])} missing")
 
     def first_lanes(self, mask: Array | None) -> Array:
         """The first active lane of each warp that has one."""

@@ -23,17 +23,17 @@ _INTS, _SIGNED, _FLOATS = "{.u16|.s16|.u32|.s32|.u64|.s64}", "{.s16|.s32|.s64}",
 
 @form("{mul|mad}.wide{.u16|.s16|.u32|.s32}", golden="integer")
 def wide(e: Emitter, inst: Inst, op: str, kind: str) -> None:
-    t, wide = tag(kind), _WIDER[tag(kind)]
+    wide = _WIDER[tag(kind)]
     product = f"{{0}}.astype({wide}) * {{1}}"
-    e.compute(inst, *((product, wide, t, t) if op == "mul" else (f"{product} + {{2}}", wide, t, t, wide)))
+    e.compute(inst, *((product, ". .", wide) if op == "mul" else (f"{product} + {{2}}", f". . {wide}", wide)))
 
 
 @form("mul.hi{.u16|.s16}")
 @form("{mul|mad}.hi{.u32|.s32}", golden="integer")
 def high(e: Emitter, inst: Inst, *choices: str) -> None:
     kind = choices[-1]
-    t, wide = tag(kind), _WIDER[tag(kind)]
-    product = f"(({{0}}.astype({wide}) * {{1}}) >> {e.constant(int(kind[2:]), wide)}).astype({t})"
+    wide = _WIDER[tag(kind)]
+    product = f"(({{0}}.astype({wide}) * {{1}}) >> {e.constant(int(kind[2:]), wide)}).astype({{to}})"
     e.compute(inst, f"{product} + {{2}}" if "mad" in choices else product)
 
 
@@ -220,7 +220,8 @@ def setp(e: Emitter, inst: Inst, compare: str, combine: str, ftz: str, kind: str
         e.set(item, "p", text + _COMBINE[combine])
 
 
-@form("selp{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}", golden="predicate")
-def selp(e: Emitter, inst: Inst, kind: str) -> None:
-    t = tag(kind)
-    e.compute(inst, "where({2}, {0}, {1})", t, t, t, "p")
+computed(
+    {"selp{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}": "where({2}, {0}, {1})"},
+    kinds={"operands": ". . p"},
+    golden="predicate",
+)

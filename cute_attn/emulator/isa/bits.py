@@ -46,7 +46,7 @@ def shift(e: Emitter, inst: Inst, op: str, kind: str) -> None:
     if isinstance(count, Imm) and 0 <= count.value < 8 * WIDTH[t]:
         e.set(d, t, f"{e.get(a, t)} {'<<' if op == 'shl' else '>>'} {e.constant(count.value, t)}")
     else:
-        e.compute(inst, _shift_left if op == "shl" else _shift_right, t, t, "u4")
+        e.compute(inst, _shift_left if op == "shl" else _shift_right, ". u4")
 
 
 def _shift_left(x: Array, count: Array) -> Array:

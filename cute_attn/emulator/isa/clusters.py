@@ -12,7 +12,6 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import BarrierFault, Race
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.barriers import Meeting
-from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.warp_batch import WarpBatch
@@ -24,12 +23,11 @@ def mapa(w: WarpBatch, mask: Array | None, address: Array, rank: Array) -> Array
     return address & np.uint32(OFFSET_MASK) | rank << np.uint32(RANK_SHIFT)
 
 
-_MEETING: dict[str, Any] = {"since": 90, "solo": True, "converges": True, "golden": "cluster"}
+_MEETING: dict[str, Any] = {"since": 90, "solo": True, "golden": "cluster"}
 
 
-@called("barrier.cluster.arrive{|.release|.relaxed}{|.aligned}", **_MEETING)
+@called("barrier.cluster.arrive{|.release|.relaxed}{|.aligned}", aligned="barrier.cluster.arrive", **_MEETING)
 def arrive(w: WarpBatch, mask: Array | None) -> None:
-    whole(w, mask, "barrier.cluster.arrive")
     cluster = w.cta.cluster
     if cluster.barrier is None:
         total = len(cluster.ctas) * w.cta.num_warps
@@ -48,9 +46,8 @@ def arrive(w: WarpBatch, mask: Array | None) -> None:
         meeting.arrived = -1
 
 
-@called("barrier.cluster.wait{|.acquire}{|.aligned}", **_MEETING)
+@called("barrier.cluster.wait{|.acquire}{|.aligned}", aligned="barrier.cluster.wait", **_MEETING)
 def wait(w: WarpBatch, mask: Array | None) -> None:
-    whole(w, mask, "barrier.cluster.wait")
     agents = w.active_agents(mask)
     arrived = w.cta.unit("cluster arrivals", dict[int, Meeting])
     if not all(int(agent) in arrived for agent in agents):

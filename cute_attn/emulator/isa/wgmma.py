@@ -17,7 +17,7 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import EmulatorError, PtxError, RegisterFault
 from cute_attn.emulator.formats import DECODERS
-from cute_attn.emulator.isa.mma import EIGHT_BITS, a_matrix, whole
+from cute_attn.emulator.isa.mma import EIGHT_BITS, a_matrix
 from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.ptx import Inst, Reg, Vec
 from cute_attn.emulator.warp_batch import Split, WarpBatch
@@ -145,13 +145,12 @@ def _value_of(x: Any) -> Array:
 
 
 _HOPPER: dict[str, Any] = {"since": 90, "only": (90,), "golden": "wgmma"}
-_PRODUCT: dict[str, Any] = {"conformance": "approx", "converges": True, **_HOPPER}
+_PRODUCT: dict[str, Any] = {"conformance": "approx", "aligned": "wgmma", **_HOPPER}
 
 
-@called("wgmma.fence.sync.aligned", solo=True, converges=True, conformance="order", **_HOPPER)
+@called("wgmma.fence.sync.aligned", solo=True, aligned="wgmma.fence", conformance="order", **_HOPPER)
 def fence(w: WarpBatch, mask: Array | None) -> None:
     """Allow the products that follow to use registers as they are now."""
-    whole(w, mask, "wgmma.fence")
     groups = w.warps // 4
     if len(np.unique(groups)) > 1:
         raise Split([np.flatnonzero(groups == group) for group in np.unique(groups)])
@@ -180,7 +179,6 @@ def product(e: Emitter, inst: Inst, n: str, types: str) -> None:
 
 def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Array, keep: Array) -> None:
     n, kinds, majors, indices, fragments, inst = how
-    whole(w, mask, "wgmma")
     if w.wgmma_fenced is None:
         raise RegisterFault("wgmma.mma_async without a wgmma.fence before it")
     _warpgroup(w).issue(w.warps[w.row[w.first_lanes(mask)]], inst)
