@@ -78,8 +78,7 @@ def test_sums_of_14_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         old = c.reshape(2, 2, warps, 8, 4).transpose(2, 0, 3, 4, 1).reshape(warps, 16, 8)
         sums = [narrow_sums.multiply_add(a[i : i + 1], b[i], old[i : i + 1]) for i in range(warps)]
         calls.append(warps)
-        found: np.ndarray = np.concatenate(sums).reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, w.size)
-        return found
+        return np.concatenate(sums).reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, w.size)
 
     calls: list[int] = []
     monkeypatch.setattr(mma, "_multiply_add", multiply_add)

@@ -33,8 +33,7 @@ def recorded(family: str) -> dict[str, Array]:
 @functools.cache
 def refused() -> dict[str, str]:
     """What hardware said of cases that it does not run."""
-    failures: dict[str, str] = json.loads((GOLDENS / "record.json").read_text())["failures"]
-    return failures
+    return json.loads((GOLDENS / "record.json").read_text())["failures"]
 
 
 def differences(case: Case, got: bytes, want: bytes) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_attn.kernels.mla.smem import HopperMlaMemory, MlaMemory
-from cute_attn.kernels.mla.spec import LATENT, CacheForm, HopperMlaSpec, MlaSpec
+from cute_attn.kernels.mla.spec import LATENT, CacheForm, HopperMlaSpec
 from cute_attn.kernels.mla.tiles import choose, choose_tile
 from cute_attn.request.mla import MlaSettings
 from cute_attn.runtime.arch import ARCHS, Arch, named
@@ -64,21 +64,3 @@ def test_hopper(form: CacheForm) -> None:
     producers, products = spec.registers
     at_launch = 65536 // spec.threads // 8 * 8
     assert producers * (spec.threads - spec.mma_threads) + products * spec.mma_threads <= at_launch * spec.threads
-
-
-@pytest.mark.parametrize(
-    ("changes", "rule"),
-    [
-        ({"rows": 48}, "rows must be 16 or a multiple of 32"),
-        ({"cols": 32}, "tokens in blocks of 8"),
-        ({"stages": 1}, "2 stages or more"),
-        ({"kv_dtype": "float8_e5m2"}, "kv_dtype must be one of"),
-        ({"head_dim": 256}, "head_dim must be 512"),
-        ({"rope_bits": 8}, "rope_bits must be those of latent numbers"),
-        ({"kv_dtype": "float8_e4m3fn"}, "rope_bits must be those of latent numbers"),
-        ({"grouped": True}, "scales of groups need numbers of 8 bits"),
-    ],
-)
-def test_wrong_specs(changes: dict[str, int], rule: str) -> None:
-    with pytest.raises(ValueError, match=rule):
-        MlaSpec(**{"dtype": "bfloat16", "kv_dtype": "", "out_dtype": "bfloat16", "head_dim": LATENT, **changes})

@@ -76,19 +76,6 @@ def test_where_pages_come_from(tiles: Any, head_dims: tuple[int, int]) -> None:
         assert spec.registers[0] > Fa3Spec("float16", "float16", *head_dims, tile=tile).registers[0]
 
 
-@pytest.mark.parametrize(
-    ("tile", "change", "rule"),
-    [
-        (fa3_tile(TileProblem((64, 64))), {"rows": 256}, "rows must be 64, 128 or 192"),
-        (BlackwellTile(), {"cols": 96}, "cols must"),
-        (BlackwellTile(), {"query_tiles": 3}, "query_tiles must"),
-    ],
-)
-def test_tiles_that_no_kernel_has(tile: Any, change: dict[str, int], rule: str) -> None:
-    with pytest.raises(ValueError, match=rule):
-        dataclasses.replace(tile, **change)
-
-
 # ---- fa3
 
 
@@ -195,9 +182,3 @@ def test_a_cta_of_a_pair_holds_its_own_queries_and_half_of_k_and_v() -> None:
 @pytest.mark.parametrize(("head_dim", "columns"), [(128, 1), (160, 2), (192, 2), (256, 2)])
 def test_the_ctas_of_a_pair_have_equal_columns_of_v(head_dim: int, columns: int) -> None:
     assert BlackwellMemory(PAIR, 256, head_dim).loaded("v").columns == columns
-
-
-@pytest.mark.parametrize("change", [{"kv": "gathered"}, {"kv_dtype": "float8_e4m3fn"}])
-def test_pairs_take_no_rows_that_warps_write(change: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="by TMA"):
-        Fa4Spec("bfloat16", "bfloat16", 256, 256, schedule="items", tile=PAIR, **change)

@@ -72,14 +72,12 @@ class Problem:
     def _rounded(self, x: Array) -> Array:
         if self.item == "bfloat16":
             return floats.f32_to_bf16(x)
-        codes: Array = torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-        return codes
+        return torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
     def _exact(self, x: Array) -> Array:
         if self.item == "bfloat16":
             return floats.bf16_to_f32(x).astype(np.float64)
-        values: Array = torch.from_numpy(x).view(torch.float8_e4m3fn).to(torch.float64).numpy()
-        return values
+        return torch.from_numpy(x).view(torch.float8_e4m3fn).to(torch.float64).numpy()
 
     def expected(self) -> tuple[Array, Array]:
         group, shape = self.kernel.group, self.shape
