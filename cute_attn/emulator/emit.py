@@ -9,7 +9,7 @@ import numpy as np
 
 from cute_attn.emulator.dtypes import DTYPES, OF_PTX, WIDTH, bits_to, some
 from cute_attn.emulator.errors import PtxError
-from cute_attn.emulator.ptx import Addr, Imm, Inst, Not, Operand, Pair, Reg, Special, Sym, Vec
+from cute_attn.emulator.ptx import Addr, Imm, Inst, Not, Operand, Reg, Special, Sym, Vec
 
 _HOMES = {"pred": "p", "b128": "v16", "f64": "f8"}  # of registers that no instruction uses as another type
 
@@ -78,7 +78,8 @@ class Emitter:
     def get(self, operand: Operand, kind: str) -> str:
         """Expression of numpy type `kind`, with one element or one per lane."""
         if isinstance(operand, Reg):
-            return self._register(operand, kind)
+            self.reads.add(operand.index)
+            return _convert(f"R[{operand.index}]", self.homes[operand.index], kind)
         if isinstance(operand, Imm):
             return self._immediate(operand, kind)
         if isinstance(operand, Not):
@@ -186,6 +187,8 @@ class Emitter:
         operand = given.pop(0)
         if kind == "#":
             return str(self.number(inst, operand))
+        if kind == "[*]":
+            return self.address(operand, wide=".shared" not in inst.op)
         if kind == "[]":
             shared = ".shared" in inst.op
             return self.address(operand, wide=False) if shared else f"{self.address(operand, wide=True)}.astype(u4)"
@@ -222,8 +225,6 @@ class Emitter:
 
     def items(self, operand: Operand) -> tuple[Operand, ...]:
         """Parts of a vector or a pair, or the operand itself."""
-        if isinstance(operand, Pair):
-            return operand.first, operand.second
         return operand.items if isinstance(operand, Vec) else (operand,)
 
     def values(self, operand: Operand, kind: str) -> str:
@@ -237,10 +238,6 @@ class Emitter:
         return name
 
     # ------------------------------------------------------------------------------------------------------------------
-
-    def _register(self, register: Reg, kind: str) -> str:
-        self.reads.add(register.index)
-        return _convert(f"R[{register.index}]", self.homes[register.index], kind)
 
     def _immediate(self, operand: Imm, kind: str) -> str:
         value = operand.value

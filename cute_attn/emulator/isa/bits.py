@@ -95,30 +95,13 @@ def _prmt(a: Array, b: Array, selector: Array) -> Array:
     return result
 
 
-def _bit_table(x: Array) -> Array:
-    """Unpack words to bits [n, 32], lowest first."""
-    return (x[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
-
-
-def _popc(x: Array) -> Array:
-    return _bit_table(x).sum(axis=1).astype(np.uint32)
-
-
-def _clz(x: Array) -> Array:
-    top = _bit_table(x)[:, ::-1]
-    return np.where(x == 0, 32, top.argmax(axis=1)).astype(np.uint32)
-
-
-def _bfind(x: Array) -> Array:
-    return np.where(x == 0, 0xFFFFFFFF, 31 - _clz(x).astype(np.int64)).astype(np.uint32)
-
-
+# frexp tells the number of bits of what a double holds exactly; of 0 it is 0.
 computed(
     {
         "prmt.b32": _prmt,
-        "clz.b32": _clz,
-        "popc.b32": _popc,
-        "bfind.u32": _bfind,
+        "clz.b32": "(32 - np.frexp({0}.astype(f8))[1]).astype(u4)",
+        "popc.b32": "np.unpackbits({0}[:, None].view(u1), axis=1).sum(axis=1, dtype=u4)",
+        "bfind.u32": "(np.frexp({0}.astype(f8))[1] - 1).astype(u4)",
     },
     golden="bits",
 )

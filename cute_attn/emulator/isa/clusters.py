@@ -12,15 +12,13 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import BarrierFault, Race
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.barriers import Meeting
-from cute_attn.emulator.isa.registry import called
+from cute_attn.emulator.isa.registry import called, computed
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.warp_batch import WarpBatch
 
-
-@called("mapa{|.shared::cluster}.u32", operands=". u4", results=".", since=90, golden="cluster")
-def mapa(w: WarpBatch, mask: Array | None, address: Array, rank: Array) -> Array:
-    """Map addresses to another CTA. The address of a CTA that does not exist is an error only when it is used."""
-    return address & np.uint32(OFFSET_MASK) | rank << np.uint32(RANK_SHIFT)
+# The address of a CTA that does not exist is an error only when it is used.
+_MAPPED = f"{{0}} & u4.type({OFFSET_MASK}) | {{1}} << u4.type({RANK_SHIFT})"
+computed({"mapa{|.shared::cluster}.u32": _MAPPED}, since=90, golden="cluster")
 
 
 _MEETING: dict[str, Any] = {"since": 90, "solo": True, "golden": "cluster"}

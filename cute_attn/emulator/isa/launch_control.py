@@ -10,7 +10,7 @@ import numpy as np
 from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.isa import mbarrier
-from cute_attn.emulator.isa.registry import called
+from cute_attn.emulator.isa.registry import called, computed
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.warp_batch import WarpBatch
 
@@ -53,15 +53,10 @@ def _answer(ctas: list[Cta], barriers: list[mbarrier.Mbarrier], at: int, respons
 _QUERY = "clusterlaunchcontrol.query_cancel"
 
 
-@called(f"{_QUERY}.get_first_ctaid{{::x|::y|::z}}.b32.b128", operands="$0 v16", results="u4", **_UNVERIFIED)
-def first_coordinate(w: WarpBatch, mask: Array | None, axis: str, response: Array) -> Array:
-    return _word(response, "xyz".index(axis[-1]))
-
-
-@called(f"{_QUERY}.is_canceled.pred.b128", operands="v16", results="p", **_UNVERIFIED)
-def is_cancelled(w: WarpBatch, mask: Array | None, response: Array) -> Array:
-    return _word(response, 3) != 0
-
-
-def _word(response: Array, index: int) -> Array:
-    return np.ascontiguousarray(response).view(np.uint32).reshape(-1, 4)[:, index].copy()
+_WORD = "np.ascontiguousarray({{0}}).view(u4).reshape(-1, 4)[:, {}].copy()"
+computed(
+    {f"{_QUERY}.get_first_ctaid::{axis}.b32.b128": _WORD.format(i) for i, axis in enumerate("xyz")}
+    | {f"{_QUERY}.is_canceled.pred.b128": f"{_WORD.format(3)} != 0"},
+    kinds={"results": "^"},
+    **_UNVERIFIED,
+)

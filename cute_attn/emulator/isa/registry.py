@@ -109,8 +109,8 @@ def called(*templates: str, operands: str = "", results: str = "", **traits: Any
     - `u4`: the value as this type; `.`: as the type that the opcode ends with, `^`: as the one before; `u4=0`: with a
       default; `#`: a number
     - `{u4}`: the values of a vector
-    - `[u4]`, `[u8]`: an address in shared, in global memory; `[]`: in shared memory, generic where the opcode names no
-      space; `[u8]{i4}`: the address of a tensor map, and coordinates
+    - `[u4]`, `[u8]`: an address in shared, in global memory; `[*]`: in that which the opcode names; `[]`: in shared
+      memory, generic where the opcode names no space; `[u8]{i4}`: the address of a tensor map, and coordinates
     - `?`: what may be there and has no effect. Policies of the L2 cache are left out.
     - `$0`: no operand, but the first choice of the template; `$op`: the opcode; `$type`: the type that it ends with;
       `$items`: the number of results
