@@ -11,7 +11,7 @@ import pytest
 from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, PAGE_ALIGNED, Launch, Operands, TileProblem
 from cute_attn.kernels.fa3 import tiles as fa3_tiles
 from cute_attn.kernels.fa3.default_specs import default_specs as fa3_specs
-from cute_attn.kernels.fa3.smem import Fp8KvMemory, HopperMemory
+from cute_attn.kernels.fa3.smem import Fp8KvMemory, HopperMemory, Nvfp4KvMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.fa4 import tiles as fa4_tiles
 from cute_attn.kernels.fa4.default_specs import default_specs as fa4_specs
@@ -132,6 +132,25 @@ def test_tiles_that_wait_to_be_widened_fit_shared_memory() -> None:
         narrow = tile.staged * tile.cols * (memory.qk_columns + memory.vo_columns) * 64
         assert memory.map.barriers("q") == memory.map.offset("v") + tile.stages * memory.v_bytes + narrow
         assert memory.bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize("memory", sorted({HopperMemory.of(spec) for spec in fa3_specs()}, key=repr), ids=repr)
+def test_regions_of_every_kernel(memory: HopperMemory) -> None:
+    """No two overlap, swizzled slots start at whole swizzle atoms (packed NVFP4 rows are not swizzled), barriers and
+    records are aligned.
+    """
+    smem_map = memory.map
+    regions = list(smem_map.regions.values())
+    for before, after in itertools.pairwise(regions):
+        assert before.offset + before.bytes <= after.offset
+    for ring in smem_map.rings:
+        packed = isinstance(memory, Nvfp4KvMemory) and ring.name.startswith("staged")
+        slot_alignment = 128 if packed else 1024
+        assert smem_map.offset(ring.name) % slot_alignment == 0
+        assert ring.slot_bytes % slot_alignment == 0
+        assert smem_map.barriers(ring.name) % 8 == 0
+    assert smem_map.offset("records") % 64 == 0
+    assert memory.bytes <= named("sm_90a").smem_limit
 
 
 # ---- fa4
