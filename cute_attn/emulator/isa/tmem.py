@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cute_attn.emulator import access
-from cute_attn.emulator.clocks import Clocks
+from cute_attn.emulator.clocks import FENCED, TMEM
 from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import LaunchFault, MemoryFault, PtxError
-from cute_attn.emulator.isa.barriers import on_clocks
 from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.tensor_memory import WARP, Places, TensorMemory, places, split_address
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
@@ -175,5 +174,6 @@ def wait(w: WarpBatch, mask: Array | None, which: str) -> None:
             stream.wait()
 
 
-tensor_call("tcgen05.fence::before_thread_sync")(on_clocks(Clocks.fence_before))
-tensor_call("tcgen05.fence::after_thread_sync")(on_clocks(Clocks.fence_after))
+@tensor_call("tcgen05.fence::{before|after}_thread_sync", operands="$0")
+def fence(w: WarpBatch, mask: Array | None, side: str) -> None:
+    w.cta.clocks.tensor_fence(w.active_agents(mask), FENCED if side == "before" else TMEM)
