@@ -12,6 +12,7 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import BarrierFault, Race
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.barriers import Meeting
+from cute_attn.emulator.isa.bulk import deliver
 from cute_attn.emulator.isa.registry import called, computed
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.warp_batch import WarpBatch
@@ -67,17 +68,14 @@ def st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Arra
     """One operation for all lanes of a warp that count at the same barrier: their clocks are equal."""
     targets, barriers = w.full(target), w.full(barrier)
     data = np.ascontiguousarray(np.stack([w.full(v) for v in values], axis=1)).view(np.uint8)
-    nbytes, lanes = data.shape[1], np.asarray(w.lanes(mask))
-    for group in _groups(lanes, targets >> RANK_SHIFT, barriers, w.row):
+    for group in _groups(np.asarray(w.lanes(mask)), targets >> RANK_SHIFT, barriers, w.row):
         rank, where = int(targets[group[0]]) >> RANK_SHIFT, targets[group] & OFFSET_MASK
         memory = w.cta.cluster.ctas[rank].smem
-        memory.check(where, nbytes, "st.async")
         if len(np.unique(where)) < len(where):
             raise Race("lanes of one st.async store to the same place")
         op = w.begin_op(int(w.row[group[0]]), "st.async")
-        memory.store(where, access.words_of(data[group]), op, "st.async")
         waiting = mbarrier.target(w.cta, int(barriers[group[0]]), op, "st.async")
-        waiting.complete(nbytes * len(group), op)
+        deliver(memory, where, access.words_of(data[group]), op, "st.async", waiting)
 
 
 def _groups(lanes: Array, *keys: Array) -> Iterator[Array]:

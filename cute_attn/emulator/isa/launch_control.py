@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.isa import mbarrier
+from cute_attn.emulator.isa.bulk import deliver
 from cute_attn.emulator.isa.registry import called, computed
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.warp_batch import WarpBatch
 
-if TYPE_CHECKING:
-    from cute_attn.emulator.machine import Cta
-
 LATENCY = 400  # of virtual time, for the timeline
-RESPONSE_BYTES = 16
 
 
 _UNVERIFIED: dict[str, Any] = {"since": 100, "conformance": "unverified"}
@@ -34,20 +30,11 @@ def try_cancel(w: WarpBatch, mask: Array | None, multicast: str, address: Array,
     for lane, at, bar in w.each(mask, address & OFFSET_MASK, barrier & OFFSET_MASK):
         origin = w.cta.grid.cancel()
         response = np.array([*origin, 1] if origin is not None else [0, 0, 0, 0], np.uint32).view("V16")
-        ctas = w.cta.cluster.ctas if multicast else [w.cta]
         op = w.begin_op(int(w.row[lane]), "clusterlaunchcontrol.try_cancel")
-        places = [cta.rank << RANK_SHIFT | bar for cta in ctas]
-        waiting = [mbarrier.target(w.cta, place, op, "clusterlaunchcontrol.try_cancel") for place in places]
-
-        w.cta.post(functools.partial(_answer, ctas, waiting, at, response, op))
-
-
-def _answer(ctas: list[Cta], barriers: list[mbarrier.Mbarrier], at: int, response: Array, op: Op) -> None:
-    for cta, barrier in zip(ctas, barriers, strict=True):
-        offsets = np.array([at])
-        cta.smem.check(offsets, RESPONSE_BYTES, "try_cancel")
-        cta.smem.store(offsets, response, op, "try_cancel")
-        barrier.complete(RESPONSE_BYTES, op, LATENCY)
+        for cta in w.cta.cluster.ctas if multicast else [w.cta]:
+            waiting = mbarrier.target(w.cta, cta.rank << RANK_SHIFT | bar, op, "clusterlaunchcontrol.try_cancel")
+            answer = functools.partial(deliver, cta.smem, np.array([at]), response, op, "try_cancel", waiting, LATENCY)
+            w.cta.post(answer)
 
 
 _QUERY = "clusterlaunchcontrol.query_cancel"
