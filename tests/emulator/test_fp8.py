@@ -13,7 +13,7 @@ from cute_attn.emulator import Schedule, narrow_sums, using
 from cute_attn.emulator.isa import mma
 from cute_attn.emulator.warp_batch import WarpBatch
 from tests.support import narrow_outputs
-from tests.support.batch_case import E5M2, BatchCase, features, heads, ragged
+from tests.support.batch_case import E5M2, BatchCase, features
 from tests.support.cover import needed
 from tests.support.fp8_case import CUT, LONG, SIGNED, SMALL, VARIED, fp8, single
 from tests.support.matrix import CAUSAL
@@ -84,14 +84,6 @@ def test_sums_of_14_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mma, "_multiply_add", multiply_add)
     emulate(LONG[0], FA2.arch, sms=1)
     assert calls
-
-
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-def test_multi_item(schedule: Schedule) -> None:
-    types = {"dtype": "float8_e4m3fn", "o_dtype": "bfloat16"}
-    batch = ragged((100,), (140,), mask="items", longest_item=30, **types, **heads(2, 2))
-    emulation = emulate(batch, FA2.arch, schedule=schedule, sms=3)
-    assert [(record.spec["kernel"], record.spec["mask"]) for record in emulation.records] == [("fa2", "multi_item")]
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)

@@ -124,13 +124,10 @@ def test_tiles_follow_the_size_of_the_launch() -> None:
 
 
 def test_tiles_that_wait_to_be_widened_fit_shared_memory() -> None:
-    """Behind the others, each in rings of its own."""
     for head_dims, tile in tiles_of("sm_90a", "fp8_kv"):
         memory = HopperMemory.of(Fa3Spec("float16", "float16", *head_dims, kv_dtype="float8_e5m2", tile=tile))
         assert isinstance(memory, Fp8KvMemory)
         assert tile.staged > 0
-        narrow = tile.staged * tile.cols * (memory.qk_columns + memory.vo_columns) * 64
-        assert memory.map.barriers("q") == memory.map.offset("v") + tile.stages * memory.v_bytes + narrow
         assert memory.bytes <= 227 * 1024
 
 
