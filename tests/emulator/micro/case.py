@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from cute_attn.emulator.tensormap import BYTES as MAP_BYTES
+
 VERSION, TARGET = "8.4", "sm_90a"
-MAP_BYTES = 128
 
 
 @dataclass(frozen=True)
