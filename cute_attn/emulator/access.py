@@ -30,12 +30,12 @@ CLUSTER_SHIFT = 20  # launch-wide agent: (cluster number + 1) << CLUSTER_SHIFT |
 def shared_of(batch: WarpBatch, addresses: Array, what: str, cluster: bool = False) -> list[tuple[SharedMemory, Any]]:
     """Shared memories that 32-bit addresses refer to, each with the index of those that fall in it."""
     ranks = addresses >> np.uint32(RANK_SHIFT)
-    own = batch.cta.rank
-    if not cluster or not some(ranks != own):
-        if some(ranks != own):
-            lane = int(np.flatnonzero(ranks != own)[0])
-            raise MemoryFault(f"{what} at {int(addresses[lane]):#x}: outside shared memory of the CTA", lane)
+    elsewhere = ranks != batch.cta.rank
+    if not some(elsewhere):
         return [(batch.cta.smem, slice(None))]
+    if not cluster:
+        lane = int(elsewhere.argmax())
+        raise MemoryFault(f"{what} at {int(addresses[lane]):#x}: outside shared memory of the CTA", lane)
     found: list[tuple[SharedMemory, Any]] = []
     for rank in np.unique(ranks):
         if rank >= len(batch.cta.cluster.ctas):
@@ -87,8 +87,7 @@ def store_shared(
 
 def words_of(rows: Array) -> Array:
     """View rows of bytes as words."""
-    words: Array = np.ascontiguousarray(rows).view(word_type(rows.shape[1]))[:, 0]
-    return words
+    return np.ascontiguousarray(rows).view(word_type(rows.shape[1]))[:, 0]
 
 
 def load_global(

@@ -78,15 +78,10 @@ class Clocks:
         """Order these warps after `clock`, except for their TMEM rows."""
         self.v[agents, :TMEM] = np.maximum(self.v[agents, :TMEM], clock[:TMEM])
 
-    def fence_before(self, agents: Array) -> None:
-        """Apply tcgen05.fence::before_thread_sync."""
+    def tensor_fence(self, agents: Array, row: int) -> None:
+        """Apply tcgen05.fence::before_thread_sync (FENCED) or ::after_thread_sync (TMEM)."""
         if self.rows > TMEM:
-            self.v[agents, FENCED] = np.maximum(self.v[agents, FENCED], self.v[agents, TMEM])
-
-    def fence_after(self, agents: Array) -> None:
-        """Apply tcgen05.fence::after_thread_sync."""
-        if self.rows > TMEM:
-            self.v[agents, TMEM] = np.maximum(self.v[agents, FENCED], self.v[agents, TMEM])
+            self.v[agents, row] = np.maximum(self.v[agents, FENCED], self.v[agents, TMEM])
 
     def proxy_fence(self, agents: Array) -> None:
         """Extend to the async proxy what these warps have observed and done, but not what they do from now on."""
@@ -234,8 +229,7 @@ class Shadow:
         """The agents whose last read of the blocks of these cells one of the clocks has not observed."""
         used = self.clocks.used
         last = self.last_read[_blocks(cells), :used].max(axis=0, initial=0)
-        found: list[int] = np.flatnonzero(last > clocks[:, :used].min(axis=0)).tolist()
-        return found
+        return np.flatnonzero(last > clocks[:, :used].min(axis=0)).tolist()
 
 
 def _blocks(cells: Array) -> slice:

@@ -9,7 +9,7 @@ import numpy as np
 
 from cute_attn.emulator.dtypes import DTYPES, OF_PTX, WIDTH, bits_to, some
 from cute_attn.emulator.errors import PtxError
-from cute_attn.emulator.ptx import Addr, Imm, Inst, Not, Operand, Pair, Reg, Special, Sym, Vec
+from cute_attn.emulator.ptx import Addr, Imm, Inst, Not, Operand, Reg, Special, Sym, Vec
 
 _HOMES = {"pred": "p", "b128": "v16", "f64": "f8"}  # of registers that no instruction uses as another type
 
@@ -78,7 +78,8 @@ class Emitter:
     def get(self, operand: Operand, kind: str) -> str:
         """Expression of numpy type `kind`, with one element or one per lane."""
         if isinstance(operand, Reg):
-            return self._register(operand, kind)
+            self.reads.add(operand.index)
+            return _convert(f"R[{operand.index}]", self.homes[operand.index], kind)
         if isinstance(operand, Imm):
             return self._immediate(operand, kind)
         if isinstance(operand, Not):
@@ -103,22 +104,30 @@ class Emitter:
             value = f"where({self.mask}, {value}, R[{operand.index}])"
         self.line(f"R[{operand.index}] = {value}")
 
-    def compute(self, inst: Inst, function: str | Callable[..., Any], *kinds: str) -> None:
-        """Set the first operand to a function or pattern of the others. `kinds`: types of the operands; all are of the
-        type that the opcode ends with where none are given.
+    def compute(self, inst: Inst, function: str | Callable[..., Any], operands: str = "", results: str = ".") -> None:
+        """Set the first operand to a function or pattern of the others, of these kinds (as those of `registry.called`);
+        all are of the type that the opcode ends with where none are given.
         """
         target, *sources = inst.operands
-        own = kinds or (OF_PTX[inst.op.rpartition(".")[2]],) * len(inst.operands)
-        values = [self.get(x, kind) for x, kind in zip(sources, own[1:], strict=True)]
-        self.set(target, own[0], self.expression(inst, function, values))
+        own = self.own_types(inst)
+        kinds = operands.split() or "." * len(sources)
+        values = [self.get(x, own.get(kind, kind)) for x, kind in zip(sources, kinds, strict=True)]
+        to = own.get(results, results)
+        self.set(target, to, self.expression(inst, function, values, to))
 
-    def expression(self, inst: Inst, function: str | Callable[..., Any], values: Sequence[str]) -> str:
-        """Expression of a function of values, or of a pattern of `{0}`, `{1}`, ..."""
+    @staticmethod
+    def own_types(inst: Inst) -> dict[str, str]:
+        """The type that an opcode ends with, and the one before it."""
+        before, last = ("", *inst.op.split("."))[-2:]
+        return {".": OF_PTX.get(last, ""), "^": OF_PTX.get(before, "")}
+
+    def expression(self, inst: Inst, function: str | Callable[..., Any], values: Sequence[str], to: str = "") -> str:
+        """Expression of a function of values, or of a pattern of `{0}`, `{1}`, ... and the result's type `{to}`."""
         if not isinstance(function, str):
             return f"{self.bind(function, getattr(function, '__name__', 'computed'))}({', '.join(values)})"
         if f"{{{len(values) - 1}}}" not in function or f"{{{len(values)}}}" in function:
             raise PtxError(f"{inst.op} with {len(values)} operands")
-        return function.format(*values)
+        return function.format(*values, to=to)
 
     def call(
         self,
@@ -147,7 +156,8 @@ class Emitter:
         """Call a function of w and mask with `operands`, and set the first operand, or its items, to `results`: kinds
         as those of `registry.called`.
         """
-        own = OF_PTX.get(inst.op.rpartition(".")[2], "")
+        types = self.own_types(inst)
+        own = types["."]
         given = list(inst.operands)
         targets = self.items(given.pop(0)) if results else ()
         if ".L2::cache_hint" in inst.op:
@@ -160,7 +170,7 @@ class Emitter:
         ]
         if given:
             raise PtxError(f"{inst.op} with {len(inst.operands)} operands")
-        kinds = results.replace(".", own).split()
+        kinds = results.replace(".", own).replace("^", types["^"]).split()
         whole = results[:1] == "{"  # results for all items
         pairs = [(x, kinds[0][1:-1]) for x in targets] if whole else list(zip(targets, kinds, strict=False))
         self.call(function, [x for x in arguments if x], pairs, rows=whole or len(kinds) > 1)
@@ -177,6 +187,8 @@ class Emitter:
         operand = given.pop(0)
         if kind == "#":
             return str(self.number(inst, operand))
+        if kind == "[*]":
+            return self.address(operand, wide=".shared" not in inst.op)
         if kind == "[]":
             shared = ".shared" in inst.op
             return self.address(operand, wide=False) if shared else f"{self.address(operand, wide=True)}.astype(u4)"
@@ -213,8 +225,6 @@ class Emitter:
 
     def items(self, operand: Operand) -> tuple[Operand, ...]:
         """Parts of a vector or a pair, or the operand itself."""
-        if isinstance(operand, Pair):
-            return operand.first, operand.second
         return operand.items if isinstance(operand, Vec) else (operand,)
 
     def values(self, operand: Operand, kind: str) -> str:
@@ -228,10 +238,6 @@ class Emitter:
         return name
 
     # ------------------------------------------------------------------------------------------------------------------
-
-    def _register(self, register: Reg, kind: str) -> str:
-        self.reads.add(register.index)
-        return _convert(f"R[{register.index}]", self.homes[register.index], kind)
 
     def _immediate(self, operand: Imm, kind: str) -> str:
         value = operand.value

@@ -28,8 +28,7 @@ def _values(kind: str) -> Array:
     elif kind == "e5m2":
         magnitude = np.where(exponent == top, np.where(mantissa == 0, np.inf, np.nan), magnitude)
     negative = codes >> (exponent_bits + mantissa_bits) == 1
-    found: Array = np.where(negative, -magnitude, magnitude).astype(np.float32)
-    return found
+    return np.where(negative, -magnitude, magnitude).astype(np.float32)
 
 
 VALUES = {kind: _values(kind) for kind in _LAYOUT}
@@ -37,8 +36,7 @@ VALUES = {kind: _values(kind) for kind in _LAYOUT}
 
 def decode(codes: Array, kind: str) -> Array:
     """Decode codes (any integer array) to float32."""
-    found: Array = VALUES[kind][codes]
-    return found
+    return VALUES[kind][codes]
 
 
 Decode = Callable[[Array], Array]
@@ -63,5 +61,4 @@ def encode(x: Array, kind: str) -> Array:
     code = np.where((share > 0.5) | ((share == 0.5) & (above % 2 == 0)), above, above - 1)
     code = code | np.where(np.signbit(x), half, 0)
     nan = {"e4m3": 0x7F, "e5m2": 0x7F}.get(kind, half - 1)  # formats without NaN take the largest value
-    result: Array = np.where(np.isnan(x), nan, code).astype(np.uint8)
-    return result
+    return np.where(np.isnan(x), nan, code).astype(np.uint8)

@@ -57,7 +57,9 @@ class Cta:
         self.closing: list[Callable[[], None]] = []  # checks to run when its last warp has ended
         self.batches: list[WarpBatch] = []  # also those that have ended: no other may take their places in the timeline
         self.running: dict[int, tuple[WarpBatch, Iterator[None]]] = {}
-        self.adopt([WarpBatch(self, warps, list(grid.initial_registers)) for warps in grid.initial_batches()])
+        warps = np.arange(self.num_warps)
+        together = warps[:, None] if grid.schedule.warps_apart else warps[None]
+        self.adopt([WarpBatch(self, rows, list(grid.initial_registers)) for rows in together])
 
     def unit(self, name: str, make: Callable[[], T], check: Callable[[T], None] | None = None) -> T:
         """State of an optional unit, made at its first use. `check` is called when the last warp has ended."""
@@ -228,11 +230,6 @@ class Grid:
         limit = SMEM_LIMITS[self.program.arch]
         if (end - SHARED_START) + self.smem_bytes > limit:
             raise LaunchFault(f"{end - SHARED_START} + {self.smem_bytes} bytes of shared memory, a CTA has {limit}")
-
-    def initial_batches(self) -> list[Array]:
-        """Warps of each batch at the start of a CTA."""
-        warps = np.arange(self.num_warps)
-        return [warps[i : i + 1] for i in warps] if self.schedule.warps_apart else [warps]
 
     def param(self, number: int, offset: int, dtype: Any) -> Array:
         """Read a word of a kernel parameter."""

@@ -114,10 +114,13 @@ class SharedMemory:
 
     def load(self, offsets: Array, nbytes: int, by: Array | Op, what: str) -> Array:
         """Load words for warps (agents, one per word) or for an operation. `check` must be called before."""
-        self._need_valid(offsets, nbytes, what)
+        lane = self.valid.first_unset(offsets, nbytes)
+        if lane is not None:
+            if some(self.valid.windows(nbytes)[offsets].view(np.uint8) == MBARRIER):
+                raise BarrierFault(f"{what} reads an mbarrier")
+            raise Uninitialised(f"{what} reads uninitialised shared memory at {int(offsets[lane]):#x}", lane)
         self._order(offsets, nbytes, by, what, write=False)
-        words: Array = self.bytes.windows(nbytes)[offsets]
-        return words
+        return self.bytes.windows(nbytes)[offsets]
 
     def store(self, offsets: Array, words: Array, by: Array | Op, what: str) -> None:
         """Store words, like `load`. A warp must not overwrite an mbarrier."""
@@ -126,13 +129,6 @@ class SharedMemory:
             raise BarrierFault(f"{what} overwrites an mbarrier")
         self._order(offsets, nbytes, by, what, write=True)
         put(self.bytes, self.valid, offsets, words)
-
-    def _need_valid(self, offsets: Array, nbytes: int, what: str) -> None:
-        lane = self.valid.first_unset(offsets, nbytes)
-        if lane is not None:
-            if (self.valid.windows(nbytes)[offsets].view(np.uint8) == MBARRIER).any():
-                raise BarrierFault(f"{what} reads an mbarrier")
-            raise Uninitialised(f"{what} reads uninitialised shared memory at {int(offsets[lane]):#x}", lane)
 
     def _order(self, offsets: Array, nbytes: int, by: Array | Op, what: str, write: bool) -> None:
         """Record an access, and raise what its conflict is, if it has one."""

@@ -17,8 +17,7 @@ ZERO_EXPONENT = -60  # of a factor 0: below that of any other product, and twice
 def multiply_add(a: Array, b: Array, old: Array) -> Array:
     """old + a b^T: a [m, 16, k], b [n, k], old [m, 16, n], of fp32."""
     if not (np.isfinite(a).all() and np.isfinite(b).all() and np.isfinite(old).all()):
-        total: Array = old + np.matmul(a, b.T)
-        return total
+        return old + np.matmul(a, b.T)
     return np.stack(
         [_sixteen_rows(rows.T[:, :, None], b.T[:, None, :], sums) for rows, sums in zip(a, old, strict=True)]
     )
@@ -36,17 +35,14 @@ def _sixteen_rows(a: Array, b: Array, old: Array) -> Array:
 
 def exponents(x: Array) -> Array:
     """Exponents of decoded 8-bit numbers, none of which is subnormal in fp32."""
-    found: Array = np.where(x != 0, _exponent_field(x) - 127, ZERO_EXPONENT).astype(np.int8)
-    return found
+    return np.where(x != 0, _exponent_field(x) - 127, ZERO_EXPONENT).astype(np.int8)
 
 
 def _exponent_field(x: Array) -> Array:
-    found: Array = np.ascontiguousarray(x).view(np.int32) >> 23 & 0xFF
-    return found
+    return np.ascontiguousarray(x).view(np.int32) >> 23 & 0xFF
 
 
 def cut(x: Array) -> Array:
     """Truncate to the leading 14 bits."""
     words = x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFFFFF << (23 - FRACTION_BITS) & 0xFFFFFFFF)
-    found: Array = words.view(np.float32)
-    return found
+    return words.view(np.float32)

@@ -80,9 +80,10 @@ class Program:
             except EmulatorError as err:
                 err.message += f" (PTX line {item.line}: {item.text})"
                 raise
-            if entry.solo or (entry.converges and not converges):
+            together = entry.converges or bool(entry.aligned)
+            if entry.solo or (together and not converges):
                 close()
-            converges = converges or entry.converges
+            converges = converges or together
             current.append((item, entry, choices))
             if entry.solo or item.op in ENDS:
                 close(entry.solo)
@@ -114,8 +115,7 @@ class Program:
         self.files[name] = origin
         space: dict[str, Any] = {}
         exec(compile(source, name, "exec"), self.names, space)
-        function: Callable[..., Any] = space["block"]
-        return function
+        return space["block"]
 
     def _instruction(self, emitter: Emitter, inst: Inst, entry: Form, choices: tuple[str, ...]) -> None:
         if inst.guard is None:
@@ -133,6 +133,8 @@ class Program:
         """Emit an instruction, with notes of the registers of tensor-memory loads around it."""
         start = len(emitter.lines)
         emitter.reads, emitter.writes = set(), set()
+        if entry.aligned and emitter.mask != "None":
+            emitter.line(f"w.whole({emitter.mask}, {entry.aligned!r})")
         entry.build(emitter, inst, *choices)
         if not self.tracked:
             return

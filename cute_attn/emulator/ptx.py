@@ -41,15 +41,9 @@ class Sym:
 
 @dataclass(frozen=True)
 class Vec:
+    """Operands `{a, b, ...}` or `a|b`."""
+
     items: tuple[Operand, ...]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Operand pair `a|b`."""
-
-    first: Operand
-    second: Operand
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class Addr:
     rest: tuple[Operand, ...] = ()
 
 
-Operand = Reg | Imm | Special | Sym | Vec | Pair | Not | Addr
+Operand = Reg | Imm | Special | Sym | Vec | Not | Addr
 
 
 class Inst(NamedTuple):
@@ -250,8 +244,7 @@ class _Operands:
         if first == "!":
             return Not(self.parse(text[1:].strip(), scope))
         if "|" in text:
-            a, b = (self.parse(part.strip(), scope) for part in text.split("|"))
-            return Pair(a, b)
+            return Vec(tuple(self.parse(part.strip(), scope) for part in text.split("|")))
         if first != "%":
             number = _number(text)
             if number is not None:

@@ -156,8 +156,7 @@ class TensorMemory:
                 if isinstance(by, Op)
                 else self.shadow.read(place.cells[:, None], np.full(len(place.cells), by)),
             )
-        words: Array = self.words[place.lanes, place.columns]
-        return words
+        return self.words[place.lanes, place.columns]
 
     def store(self, place: Places, values: Array, op: Op, what: str) -> None:
         self.check(place.columns, what)

@@ -14,7 +14,7 @@ import numpy as np
 
 from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array, some
-from cute_attn.emulator.errors import Deadlock, EmulatorError, FaultLocation, UnknownForm
+from cute_attn.emulator.errors import Deadlock, Divergence, EmulatorError, FaultLocation, UnknownForm
 from cute_attn.emulator.program import EXIT, Block
 
 if TYPE_CHECKING:
@@ -52,18 +52,18 @@ def span(positions: Array) -> Any:
 class WarpBatch:
     """Warps of one CTA that execute in step."""
 
-    def __init__(self, cta: Cta, warps: Array, registers: list[Array]) -> None:
+    def __init__(self, cta: Cta, warps: Array, registers: list[Any]) -> None:
         self.cta = cta
-        self.R = registers
+        self.R = registers  # arrays, or marks of products in flight
         self.pc = 0
-        self.pcs: Array | None = None  # block of each lane, while they differ
+        self.pcs: Any = None  # block of each lane, while they differ
         self.wait: Wait | None = None
         self.spinning = ""  # what the last failed test was for
         self.passed = ""  # the barrier whose test succeeded last
         self.spin_since: float | None = None  # virtual time of the first of the tests that failed in a row
         self.turns: dict[int, int] = {}
         self.wgmma_groups: list[list[Any]] = [[]]  # committed groups, oldest first; the last is open
-        self.wgmma_fenced: list[Any] | None = None  # registers at the last wgmma.fence
+        self.wgmma_fenced: list[Any] = []  # registers at the last wgmma.fence
         self.wgmma_fenced_ids: set[int] | None = None
         self.unwaited: dict[int, Array] = {}  # lanes that have not waited for a tcgen05.ld, by register
         self.before_split: Callable[[WarpBatch], None] | None = None  # finishes work that belongs to all its warps
@@ -111,6 +111,13 @@ class WarpBatch:
     def active_agents(self, mask: Array | None) -> Array:
         """The agents of the warps that have active lanes."""
         return self.agents if mask is None else self.agents[mask.reshape(-1, 32).any(axis=1)]
+
+    def whole(self, mask: Array, what: str) -> None:
+        """Check that all 32 lanes of each participating warp are active."""
+        rows = mask.reshape(-1, 32)
+        partial = rows.any(axis=1) & ~rows.all(axis=1)
+        if some(partial):
+            raise Divergence(f"{what} with lanes of warp {int(self.warps[partial.argmax()])} missing")
 
     def first_lanes(self, mask: Array | None) -> Array:
         """The first active lane of each warp that has one."""
@@ -191,7 +198,6 @@ class WarpBatch:
 
     def _incomplete(self, mask: Array) -> bool:
         """Whether some warp has lanes in `mask` and other lanes that have not arrived yet."""
-        assert self.pcs is not None
         here = mask.reshape(-1, 32)
         away = ((self.pcs != EXIT) & ~mask).reshape(-1, 32)
         return bool((here.any(axis=1) & away.any(axis=1)).any())
@@ -238,7 +244,6 @@ class WarpBatch:
         self.finished = self.pc == EXIT
 
     def _follow_masked(self, following: Any, mask: Array) -> None:
-        assert self.pcs is not None
         target = following if type(following) is int else np.where(*following)
         self._place_lanes(np.where(mask, target, self.pcs))
 
@@ -253,7 +258,6 @@ class WarpBatch:
 
     def _part(self, mask: Array) -> bool:
         """Split off the warps that are elsewhere, before a form that may wait. Returns whether it did."""
-        assert self.pcs is not None
         here = mask.reshape(-1, 32).any(axis=1)
         alive = (self.pcs != EXIT).reshape(-1, 32).any(axis=1)
         if not some(alive & ~here):

@@ -83,20 +83,16 @@ def waits_for_copied_queries(ptx: str, mutant: Mutant) -> bool:
     return mutant.kernel.startswith(UMMA) and register is not None and at_barrier(ptx, register[1], Q_FULL, COPIED)
 
 
-def arrives_at(which: int, fence: str) -> Callable[[str, Mutant], bool]:
-    """Whether a fence of decode on tcgen05 precedes an arrival at a barrier."""
-
-    def applies(ptx: str, mutant: Mutant) -> bool:
-        if not mutant.kernel.startswith(UMMA) or fence not in mutant.text:
-            return False
-        following = re.compile(r"mbarrier\.[^;]*;|tcgen05\.[^;]*;").search(ptx, mutant.place(ptx).end())
-        arrival = following and re.fullmatch(r"mbarrier\.arrive\.\S+ _, \[(%r\d+)\];", following[0])
-        return bool(arrival) and at_barrier(ptx, arrival[1], which)
-
-    return applies
+def arrives_full(ptx: str, mutant: Mutant) -> bool:
+    """Whether a proxy fence of decode on tcgen05 precedes an arrival at a full barrier of P or Q."""
+    if not mutant.kernel.startswith(UMMA) or "fence.proxy.async" not in mutant.text:
+        return False
+    following = re.compile(r"mbarrier\.[^;]*;|tcgen05\.[^;]*;").search(ptx, mutant.place(ptx).end())
+    arrival = following and re.fullmatch(r"mbarrier\.arrive\.\S+ _, \[(%r\d+)\];", following[0])
+    return bool(arrival) and any(at_barrier(ptx, arrival[1], ring) for ring in (P_FULL, Q_FULL))
 
 
-# Survivors that break nothing: (mutation, pattern of what identifies the site) -> why.
+# Survivors that break nothing: mutations, what identifies the site, why.
 EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
     (
         "commit of copies removed",
@@ -110,16 +106,13 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         ),
         "the newest group at the end is empty: the last step starts no copies, and with no step only q is on its way",
     ),
-    *(
-        (
-            mutation,
-            lambda ptx, mutant: (
-                mutant.kernel.startswith("cute_attn_xqa")
-                and mutant.site == len(sites(ptx, r"cp\.async\.wait_group|cp\.async\.wait_all")) - 1
-            ),
-            "at the end all groups are empty: the last steps of a segment start no copies",
-        )
-        for mutation in ("wait for copies removed", "wait for copies one group late")
+    (
+        "wait for copies removed, wait for copies one group late",
+        lambda ptx, mutant: (
+            mutant.kernel.startswith("cute_attn_xqa")
+            and mutant.site == len(sites(ptx, r"cp\.async\.wait_group|cp\.async\.wait_all")) - 1
+        ),
+        "at the end all groups are empty: the last steps of a segment start no copies",
     ),
     (
         "fence removed",
@@ -136,14 +129,11 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         lambda ptx, mutant: before(ptx, mutant, WAIT),
         "of the first half of a tile: producers bring it before the second one, and arrive there behind both",
     ),
-    *(
-        (
-            mutation,
-            lambda ptx, mutant: before(ptx, mutant, r"bar\.sync"),
-            "of the other warpgroup's tile: that one waited for both halves, and fenced, before it left the P for "
-            "which this one waits next",
-        )
-        for mutation in ("mbarrier wait removed", "fence removed")
+    (
+        "mbarrier wait removed, fence removed",
+        lambda ptx, mutant: before(ptx, mutant, r"bar\.sync"),
+        "of the other warpgroup's tile: that one waited for both halves, and fenced, before it left the P for which "
+        "this one waits next",
     ),
     (
         "fence removed",
@@ -210,20 +200,16 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         "the threads that copy Q copy the first K behind it, and copies arrive when all earlier ones of the thread are "
         "complete: who waits for that K has Q",
     ),
-    *(
-        (
-            "fence removed",
-            arrives_at(ring, "fence.proxy.async"),
-            "the MMA warp fences between its waits for Q or P and for K or V, and the product, as it must for copies: "
-            "a proxy fence on the path between write and read is enough",
-        )
-        for ring in (P_FULL, Q_FULL)
+    (
+        "fence removed",
+        arrives_full,
+        "the MMA warp fences between its waits for Q or P and for K or V, and the product, as it must for copies: a "
+        "proxy fence on the path between write and read is enough",
     ),
 )
 
 
 def excuse(ptx: str, mutant: Mutant) -> str:
-    for mutation, applies, why in EQUIVALENT:
-        if mutation == mutant.mutation and applies(ptx, mutant):
-            return why
-    return ""
+    """Why a mutant is equivalent, or ""."""
+    of_mutation = (row for row in EQUIVALENT if mutant.mutation in row[0].split(", "))
+    return next((why for _, applies, why in of_mutation if applies(ptx, mutant)), "")

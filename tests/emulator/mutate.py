@@ -76,27 +76,40 @@ gathered = functools.partial(paged, page_size=3, **heads(1, 1))
 fp8 = functools.partial(fp8_case.fp8, heads=(1, 1), **fp8_case.SIGNED, seed=2)
 
 
+HOPPER_FA2, BLACKWELL_FA4, BLACKWELL_XQA = ("sm_90a", "fa2"), ("sm_100a", "fa4"), ("sm_100a", "xqa")
+
+
+def on(target: tuple[str, str], sms: int | tuple[int, ...], *cases: AnyCase) -> Problems:
+    return Problems(*target, sms, cases)
+
+
+def on_latent(*cases: AnyCase) -> Problems:
+    return on(("sm_90a", "mla"), (2, 16), *cases)
+
+
 def on_hopper(make: Callable[..., AnyCase], **more: Any) -> Problems:
     """Recomputed tiles (large scores), tiles that see no key."""
-    cases = (
+    return on(
+        ("sm_90a", "fa3"),
+        1,
         make((300, 20), (700, 40), mask="causal", **more),
         make((140,), (500,), mask="causal", sm_scale=2.0, **more),
         make((600, 20), (60, 20), mask="causal", **more),
     )
-    return Problems("sm_90a", "fa3", 1, cases)
 
 
 def on_blackwell(make: Callable[..., AnyCase], split: int, **more: Any) -> Problems:
     """The same, items without queries, query tiles that begin at different kv tiles, items of one kv tile and of more
     than a ring has stages, and partial results.
     """
-    cases = (
+    return on(
+        BLACKWELL_FA4,
+        1,
         make((140, 0, 20, 30), (200, 30, 60, 50), mask="causal", **more),
         make((400, 130, 140), (200, 100, 200), mask="causal", **more),
         make((130, 20), (700, 390), mask="causal", sm_scale=2.0, **more),
         make((130,), (200,), fixed_split_size=split, **more),
     )
-    return Problems("sm_100a", "fa4", 1, cases)
 
 
 # Segments whose tiles wrap the ring of K and V, as the segments of a CTA wrap that of Q.
@@ -106,79 +119,58 @@ MANY = (300, 140, 700, 200, 390, 130, 5, 650, 150, 300, 260, 40, 700, 300, 200)
 def on_umma(**more: Any) -> Problems:
     """Decode on tcgen05: a segment of less than a tile, cut ones, whole ones, and none; CTAs of many segments."""
     more |= {**heads(20, 1), **dims(64)}
-    cases = (
+    return on(
+        BLACKWELL_XQA,
+        3,
         batch_decode((300, 5, 0, 700), **more),
         batch_decode((1500, 5, 0, 1200), sm_scale=2.0, **more),
         batch_decode(MANY, **more),
     )
-    return Problems("sm_100a", "xqa", 3, cases)
 
 
 PROBLEMS = {
-    "prefill": Problems(
-        "sm_90a", "fa2", 1, (prefill(140, 700, (2, 1), 64, mask="causal"), prefill(300, 40, (1, 1), 64, mask="causal"))
+    "prefill": on(
+        HOPPER_FA2, 1, prefill(140, 700, (2, 1), 64, mask="causal"), prefill(300, 40, (1, 1), 64, mask="causal")
     ),
-    "decode": Problems("sm_90a", "fa2", 132, (decode(1500, (4, 1), 64),)),
-    "append": Problems(
-        "sm_90a", "fa2", 1, (prefill(40, 300, (1, 1), 128, **BF16), prefill(40, 0, (1, 1), 128, **BF16))
-    ),
+    "decode": on(HOPPER_FA2, 132, decode(1500, (4, 1), 64)),
+    "append": on(HOPPER_FA2, 1, prefill(40, 300, (1, 1), 128, **BF16), prefill(40, 0, (1, 1), 128, **BF16)),
     "ragged": on_hopper(ragged, **dims(128)),
     "gathered": on_hopper(gathered),
     "fp8": on_hopper(fp8),
-    "xqa": Problems("sm_90a", "xqa", 2, (batch_decode((300, 5, 0, 4000), kv_dtype=E4M3, **heads(2, 1), **dims(128)),)),
+    "xqa": on(("sm_90a", "xqa"), 2, batch_decode((300, 5, 0, 4000), kv_dtype=E4M3, **heads(2, 1), **dims(128))),
     # Latent attention: segments that are cut, whole and empty, rows of two groups; one of more CTAs than merge at once.
-    "latent": Problems(
-        "sm_90a",
-        "mla",
-        (2, 16),
-        (
-            MlaCase(heads=3, q_lens=(1, 2, 1, 1), kv_lens=(0, 70, 500, 5), page_size=16),
-            MlaCase(heads=3, q_lens=(1,), kv_lens=(800,), page_size=16),
-        ),
+    "latent": on_latent(
+        MlaCase(heads=3, q_lens=(1, 2, 1, 1), kv_lens=(0, 70, 500, 5), page_size=16),
+        MlaCase(heads=3, q_lens=(1,), kv_lens=(800,), page_size=16),
     ),
-    "latent fp8": Problems(
-        "sm_90a",
-        "mla",
-        (2, 16),
-        (
-            MlaCase(heads=20, q_lens=(1, 1, 1, 1), kv_lens=(0, 300, 100, 5), page_size=16, narrow=True),
-            MlaCase(heads=3, q_lens=(1,), kv_lens=(800,), page_size=16, narrow=True),
-        ),
+    "latent fp8": on_latent(
+        MlaCase(heads=20, q_lens=(1, 1, 1, 1), kv_lens=(0, 300, 100, 5), page_size=16, narrow=True),
+        MlaCase(heads=3, q_lens=(1,), kv_lens=(800,), page_size=16, narrow=True),
     ),
     "tcgen05": on_blackwell(dense, 128),
     "tcgen05 gathered": on_blackwell(gathered, 42),
     "tcgen05 fp8": on_blackwell(fp8, 128, head_dim=64),
     # Pairs of CTAs with a query tile each, and S of two kv tiles in flight.
-    "tcgen05 wide": Problems(
-        "sm_100a",
-        "fa4",
+    "tcgen05 wide": on(
+        BLACKWELL_FA4,
         1,
-        (
-            dense((140, 0, 20, 30), (200, 30, 60, 50), mask="causal", **dims(256)),
-            dense((130, 20), (60, 390), mask="causal", sm_scale=2.0, **dims(256)),
-            dense((130,), (200,), fixed_split_size=128, **dims(256)),
-            dense((140, 20, 20, 20, 30), (200, 0, 0, 0, 60), mask="causal", **dims(256)),
-        ),
+        dense((140, 0, 20, 30), (200, 30, 60, 50), mask="causal", **dims(256)),
+        dense((130, 20), (60, 390), mask="causal", sm_scale=2.0, **dims(256)),
+        dense((130,), (200,), fixed_split_size=128, **dims(256)),
+        dense((140, 20, 20, 20, 30), (200, 0, 0, 0, 60), mask="causal", **dims(256)),
     ),
     # Decode with hardware conversions; four query rows, so that all warps write a partial result. Head dim 128: blocks.
-    "decode nvfp4": Problems(
-        "sm_100a",
-        "xqa",
+    "decode nvfp4": on(
+        BLACKWELL_XQA,
         3,
-        (
-            batch_decode((300, 5, 0, 700), kv_dtype="nvfp4", **heads(4, 1), **dims(64)),
-            batch_decode((1500, 5, 0, 70), kv_dtype="nvfp4", **heads(4, 1), **dims(64)),
-            batch_decode((1500, 5, 0, 70), kv_dtype="nvfp4", **heads(4, 1), **dims(128)),
-        ),
+        batch_decode((300, 5, 0, 700), kv_dtype="nvfp4", **heads(4, 1), **dims(64)),
+        *(batch_decode((1500, 5, 0, 70), kv_dtype="nvfp4", **heads(4, 1), **dims(dim)) for dim in (64, 128)),
     ),
-    "decode sm_120a": Problems(
-        "sm_120a",
-        "xqa",
+    "decode sm_120a": on(
+        ("sm_120a", "xqa"),
         2,
-        (
-            batch_decode((300, 5, 0, 700), kv_dtype="nvfp4", **heads(4, 1), **dims(64)),
-            batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(4, 1), **dims(128)),
-        ),
+        batch_decode((300, 5, 0, 700), kv_dtype="nvfp4", **heads(4, 1), **dims(64)),
+        batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(4, 1), **dims(128)),
     ),
     "decode umma": on_umma(),
     "decode umma fp8": on_umma(kv_dtype=E4M3),

@@ -44,84 +44,55 @@ class Kernel:
         return len(self.tmem)
 
     def text(self) -> str:
-        lines = [*_REGISTERS, *self._prologue(), *self._fill(), *self._work(), *self._read(), *self._epilogue()]
-        smem = self.smem.shape[1] + 1024
-        return blackwell.text(threads=128, smem=smem, cluster=self.group).add(*lines).ptx()
-
-    def _prologue(self) -> list[str]:
-        slot = self.smem.shape[1]
-        group = f"cta_group::{self.group}"
-        return [
+        tmem, nbytes, group = self.tmem.shape[2], self.smem.shape[1], f"cta_group::{self.group}"
+        pair = self.group == 2
+        sync = "bar.sync 0; " + "barrier.cluster.arrive; barrier.cluster.wait;" * pair
+        commit = f"tcgen05.commit.{group}.mbarrier::arrive::one.shared::cluster"
+        commit = (
+            f"mov.b16 %mask, 3; {commit}.multicast::cluster.b64 [%bar], %mask;" if pair else f"{commit}.b64 [%bar];"
+        )
+        done = f"WAIT: mbarrier.try_wait.parity.shared.b64 %p1, [%bar], 0; @!%p1 bra WAIT; {AFTER}"
+        x, z = ("{" + ",".join(f"%{bank}{i}" for i in range(4)) + "}" for bank in "xz")
+        lines = [
+            *_REGISTERS,
             "mov.u32 %tid, %tid.x; mov.u32 %rank, %cluster_ctarank; shr.u32 %warp, %tid, 5;",
             "setp.eq.u32 %p0, %warp, 0; setp.eq.u32 %p1, %tid, 0; setp.eq.u32 %p2, %rank, 0; and.pred %lead, %p1, %p2;",
-            f"mov.u32 %base, sm; add.u32 %slot, %base, {slot}; add.u32 %bar, %slot, 8;",
-            "@!%p0 bra ALLOCATED;",
-            f"tcgen05.alloc.{group}.sync.aligned.shared::cta.b32 [%slot], 512;",
-            "ALLOCATED:",
+            f"mov.u32 %base, sm; add.u32 %slot, %base, {nbytes}; add.u32 %bar, %slot, 8;",
+            f"@!%p0 bra ALLOCATED; tcgen05.alloc.{group}.sync.aligned.shared::cta.b32 [%slot], 512; ALLOCATED:",
             "@%p1 mbarrier.init.shared.b64 [%bar], 1;",
-            "fence.mbarrier_init.release.cluster;",
-            *self._sync(),
+            f"fence.mbarrier_init.release.cluster; {sync}",
             "ld.shared.b32 %taddr, [%slot]; shl.b32 %y, %warp, 21; add.u32 %taddr, %taddr, %y;",
+            # Tensor memory and shared memory are filled.
+            _row("%src", tmem),
+            *(
+                f"ld.global.v4.b32 {x}, [%a+{4 * i}]; tcgen05.st.sync.aligned.32x32b.x4.b32 [%taddr+{i}], {x};"
+                for i in range(0, tmem, 4)
+            ),
+            "tcgen05.wait::st.sync.aligned;" * self.waits,
+            f"mul.wide.u32 %a, %rank, {nbytes}; mul.wide.u32 %b, %tid, 4; add.u64 %a, %a, %b;",
+            f"add.u64 %a, %a, %src; add.u64 %a, %a, {self.tmem.nbytes}; shl.b32 %y, %tid, 2; add.u32 %y, %y, %base;",
+            "COPY: setp.ge.u32 %p1, %y, %slot; @%p1 bra COPIED;",
+            "ld.global.b32 %x0, [%a]; st.shared.b32 [%y], %x0; add.u64 %a, %a, 512; add.u32 %y, %y, 512; bra COPY;",
+            "COPIED: " + "fence.proxy.async;" * self.fence,
+            f"{BEFORE} {sync} {AFTER}",
+            # One thread works, then all warps do.
+            *("@!%lead bra ISSUED;", *self.body, commit * self.commit, "ISSUED: bar.warp.sync 0xffffffff;"),
+            *(done * self.commit, *self.warps),
+            # Results are stored: columns, then registers.
+            "tcgen05.wait::ld.sync.aligned;" * (self.results > 0),
+            _row("%dst", self.columns),
+            *(
+                f"tcgen05.ld.sync.aligned.32x32b.x4.b32 {z}, [%taddr+{self.first + i}]; tcgen05.wait::ld.sync.aligned; "
+                f"st.global.v4.b32 [%a+{4 * i}], {z};"
+                for i in range(0, self.columns, 4)
+            ),
+            f"{_row('%dst', self.results)} add.u64 %a, %a, {self.group * 128 * 4 * self.columns};",
+            *(f"st.global.b32 [%a+{4 * i}], %x{i};" for i in range(self.results)),
+            f"{BEFORE} {sync} @!%p0 bra END;",
+            f"ld.shared.b32 %y, [%slot]; tcgen05.dealloc.{group}.sync.aligned.b32 %y, 512;" * self.free,
+            f"tcgen05.relinquish_alloc_permit.{group}.sync.aligned; END:",
         ]
-
-    def _sync(self) -> list[str]:
-        return ["bar.sync 0;", *(["barrier.cluster.arrive;", "barrier.cluster.wait;"] if self.group == 2 else [])]
-
-    def _fill(self) -> list[str]:
-        columns, nbytes = self.tmem.shape[2], self.smem.shape[1]
-        lines = [
-            f"mad.lo.u32 %y, %rank, 128, %tid; mul.wide.u32 %a, %y, {4 * columns};",
-            "add.u64 %a, %a, %src;",
-        ]
-        for column in range(0, columns, 4):
-            regs = "{%x0,%x1,%x2,%x3}"
-            lines.append(f"ld.global.v4.b32 {regs}, [%a+{4 * column}];")
-            lines.append(f"tcgen05.st.sync.aligned.32x32b.x4.b32 [%taddr+{column}], {regs};")
-        if self.waits:
-            lines.append("tcgen05.wait::st.sync.aligned;")
-        if nbytes:
-            lines += [
-                f"mul.wide.u32 %a, %rank, {nbytes}; mul.wide.u32 %b, %tid, 4; add.u64 %a, %a, %b;",
-                f"add.u64 %a, %a, %src; add.u64 %a, %a, {self.tmem.nbytes};",
-                "shl.b32 %y, %tid, 2; add.u32 %y, %y, %base;",
-                "COPY:",
-                "ld.global.b32 %x0, [%a]; st.shared.b32 [%y], %x0; add.u64 %a, %a, 512; add.u32 %y, %y, 512;",
-                "setp.lt.u32 %p1, %y, %slot; @%p1 bra COPY;",
-            ]
-        return [*lines, *(["fence.proxy.async;"] if self.fence else []), BEFORE, *self._sync(), AFTER]
-
-    def _work(self) -> list[str]:
-        mechanism = f"tcgen05.commit.cta_group::{self.group}.mbarrier::arrive::one.shared::cluster"
-        lines = ["@!%lead bra ISSUED;", *self.body]
-        if self.commit:
-            multicast = ".multicast::cluster.b64 [%bar], %mask;" if self.group == 2 else ".b64 [%bar];"
-            lines.append(("mov.b16 %mask, 3; " if self.group == 2 else "") + mechanism + multicast)
-        lines += ["ISSUED:", "bar.warp.sync 0xffffffff;"]
-        if self.commit:
-            lines += ["WAIT: mbarrier.try_wait.parity.shared.b64 %p1, [%bar], 0;", "@!%p1 bra WAIT;", AFTER]
-        return [*lines, *self.warps]
-
-    def _read(self) -> list[str]:
-        lines = [
-            *(["tcgen05.wait::ld.sync.aligned;"] if self.results else []),
-            f"mad.lo.u32 %y, %rank, 128, %tid; mul.wide.u32 %a, %y, {4 * self.columns};",
-            "add.u64 %a, %a, %dst;",
-        ]
-        for column in range(0, self.columns, 4):
-            regs = "{%z0,%z1,%z2,%z3}"
-            lines.append(f"tcgen05.ld.sync.aligned.32x32b.x4.b32 {regs}, [%taddr+{self.first + column}];")
-            lines.append("tcgen05.wait::ld.sync.aligned;")
-            lines.append(f"st.global.v4.b32 [%a+{4 * column}], {regs};")
-        lines.append(f"mad.lo.u32 %y, %rank, 128, %tid; mul.wide.u32 %a, %y, {4 * self.results};")
-        lines.append(f"add.u64 %a, %a, %dst; add.u64 %a, %a, {self.group * 128 * 4 * self.columns};")
-        return lines + [f"st.global.b32 [%a+{4 * i}], %x{i};" for i in range(self.results)]
-
-    def _epilogue(self) -> list[str]:
-        group = f"cta_group::{self.group}"
-        lines = [BEFORE, *self._sync(), "@!%p0 bra END;"]
-        if self.free:
-            lines.append(f"ld.shared.b32 %y, [%slot]; tcgen05.dealloc.{group}.sync.aligned.b32 %y, 512;")
-        return [*lines, f"tcgen05.relinquish_alloc_permit.{group}.sync.aligned;", "END:"]
+        return blackwell.text(threads=128, smem=nbytes + 1024, cluster=self.group).add(*lines).ptx()
 
     def run(
         self, schedule: str = "eager", strict: bool = True, rewrite: Callable[[str], str] = str
@@ -136,6 +107,11 @@ class Kernel:
         parts = np.split(words, [threads * self.columns])
         image, registers = (part.reshape(self.group, 128, -1) for part in parts)
         return image, registers
+
+
+def _row(base: str, words: int) -> str:
+    """Put the address of a thread's row of so many words into %a."""
+    return f"mad.lo.u32 %y, %rank, 128, %tid; mul.wide.u32 %a, %y, {4 * words}; add.u64 %a, %a, {base};"
 
 
 def registers(count: int) -> str:

@@ -1,7 +1,11 @@
-"""The append kernels on the emulator: every byte as the torch implementation writes it, and no other byte."""
+"""The append kernels on the emulator and on a GPU: every byte as the torch implementation writes it on the CPU, and no
+other byte.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -12,81 +16,98 @@ from cute_attn import emulator
 from cute_attn.dispatch import append
 from cute_attn.request.append import Append, PageTable, reference
 from tests.support import append_case
-from tests.support.append_case import CASES, DTYPES, SCALES, AppendCase, adversarial_blocks, quantised, special_blocks
+from tests.support.append_case import CASES, DTYPES, SCALES, AppendCase, adversarial_rows, quantised
 from tests.support.emulated_calls import emulated_append
-
-pytestmark = pytest.mark.emulator
+from tests.support.executors import CUDA, GPU_MARKS, Executor, emulated, needs_gpu
+from tests.support.graphs import cuda_graph
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a")  # later ones have the PTX of the last
-FP8 = ("float8_e4m3fn", "float8_e5m2")
+ON = [
+    *(pytest.param(emulated(arch), id=arch, marks=pytest.mark.emulator) for arch in ARCHS),
+    pytest.param(CUDA, id=CUDA.name, marks=GPU_MARKS),
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_nvfp4_decides_every_tie_as_the_reference(arch: str, dtype: str) -> None:
-    with emulator.using(arch):
-        for seed, scale in enumerate(map(append_case.fp32, SCALES)):
-            rows = adversarial_blocks(DTYPES[dtype], scale, 384, seed).view(-1, 2, 64)
-            want = quantised(rows, "nvfp4", scale, reference)
-            assert len(want[1].unique()) > 1 or dtype == "fp16"
-            for found, expected in zip(quantised(rows, "nvfp4", scale, emulated_append), want, strict=True):
-                assert torch.equal(found, expected)
+@contextlib.contextmanager
+def kernel_of(on: Executor, checks: bool = True) -> Iterator[append_case.Run]:
+    """What runs the kernel, and nothing else."""
+    if on.arch:
+        with emulator.using(on.arch, checks=checks) as emulation:
+            yield emulated_append
+        assert emulation.records
+        return
+    wrong = AssertionError("torch operations ran in place of the kernel")
+    with mock.patch.object(append, "reference", side_effect=wrong):
+        yield append.run
 
 
-@pytest.mark.parametrize("stored", FP8)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
-def test_fp8_decides_every_tie_as_the_reference(arch: str, stored: str) -> None:
-    numbers = torch.arange(append_case.E4M3.numel() - 1, dtype=torch.uint8).view(getattr(torch, stored)).double()
-    with emulator.using(arch):
-        for seed, scale in enumerate(map(append_case.fp32, SCALES)):
-            for dtype in (torch.bfloat16, torch.float32):
-                ties = append_case.near((numbers[1:] + numbers[:-1]) / 2 * scale, dtype)
-                noise = adversarial_blocks(dtype, scale, 48, seed).flatten()
-                rows = torch.cat([ties, noise])[: (len(ties) + len(noise)) // 16 * 16].view(-1, 1, 16)
-                (found,), (want,) = (quantised(rows, stored, scale, run) for run in (emulated_append, reference))
-                assert torch.equal(found, want)
+@pytest.mark.parametrize("stored", ["nvfp4", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("on", ON)
+def test_ties_and_special_numbers(on: Executor, stored: str) -> None:
+    """Infinities and NaN become what the reference makes of them."""
+    blocks = 384 if on.arch else 3000
+    for dtype in DTYPES.values():
+        for seed, number in enumerate(map(append_case.fp32, SCALES)):
+            rows = adversarial_rows(stored, dtype, number, blocks, seed)
+            want = quantised(rows, stored, number, reference)
+            for scale in (number, torch.tensor(number, device=on.device)):
+                with kernel_of(on) as run:
+                    found = quantised(rows.to(on.device), stored, scale, run)
+                assert all(torch.equal(a.cpu(), b) for a, b in zip(found, want, strict=True))
 
 
-@pytest.mark.parametrize("stored", ["nvfp4", *FP8])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
-def test_infinities_and_nan_become_what_the_reference_makes_of_them(arch: str, stored: str) -> None:
-    with emulator.using(arch):
-        for dtype in DTYPES.values():
-            rows = special_blocks(dtype).unsqueeze(1)
-            results = zip(*(quantised(rows, stored, 0.5, run) for run in (emulated_append, reference)), strict=True)
-            assert all(torch.equal(found, want) for found, want in results)
-
-
-def named(value: AppendCase | str) -> str:
-    return value if isinstance(value, str) else value.id
-
-
-def written(case: AppendCase, run: append_case.Run) -> list[torch.Tensor]:
-    """What a call leaves in the whole memory of its caches."""
-    function, arguments, caches = append_case.arguments(case)
+def written(case: AppendCase, run: append_case.Run, device: str = "cpu") -> list[torch.Tensor]:
+    """What a call leaves in the whole memory of its caches, as bytes."""
+    function, arguments, caches = append_case.arguments(case, device)
     with mock.patch.object(append, "run", run):
         function(**arguments)
-    return [x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).clone() for x in caches]
+    return [memory(x) for x in caches]
 
 
-# Every case on one of the older architectures; conversions of the newer ones are their own, copies are not.
-DEALT = [(case, ARCHS[i % 2]) for i, case in enumerate(CASES)]
-DEALT += [(case, ARCHS[2]) for case in CASES if case.kind != "copy"]
+def memory(x: torch.Tensor) -> torch.Tensor:
+    return x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).view(torch.uint8).cpu()
 
 
-@pytest.mark.parametrize(("case", "arch"), DEALT, ids=named)
-def test_calls_write_what_the_reference_writes(case: AppendCase, arch: str) -> None:
-    nothing = written(case, lambda problem: None)
-    want = written(case, reference)
+# Every case on a GPU and on one of the older architectures; conversions of the newer are their own, copies are not.
+DEALT = [(ON[i % 2], case) for i, case in enumerate(CASES)] + [(ON[3], case) for case in CASES]
+DEALT += [(ON[2], case) for case in CASES if case.kind != "copy"]
+
+
+@pytest.mark.parametrize(
+    ("on", "case"),
+    [pytest.param(*on.values, case, id=f"{on.id}-{case.id}", marks=on.marks) for on, case in DEALT],
+)
+def test_calls_write_what_the_reference_writes(on: Executor, case: AppendCase) -> None:
+    nothing, want = written(case, lambda problem: None), written(case, reference)
     # Races are kept by words of 4 bytes: two warps that write bytes of one word would count as one.
-    with emulator.using(arch, checks=False) as emulation:
-        found = written(case, emulated_append)
-    assert len(emulation.records) == 1
-    for before, expected, result in zip(nothing, want, found, strict=True):
-        assert torch.equal(result.view(torch.uint8), expected.view(torch.uint8))
-        assert not torch.equal(before.view(torch.uint8), expected.view(torch.uint8))
+    with kernel_of(on, checks=False) as run:
+        found = written(case, run, on.device)
+    assert all(map(torch.equal, found, want))
+    assert not any(map(torch.equal, nothing, want))
 
 
+@needs_gpu
+@pytest.mark.parametrize("kind", ["copy", "nvfp4", "mapped"])
+def test_a_captured_graph_reads_rows_indices_and_scales_again(kind: str) -> None:
+    case = AppendCase(kind, "bf16", 128, nnz=20, index=torch.int64, device_scales=True)
+    function, arguments, caches = append_case.arguments(case, "cuda")
+    with kernel_of(CUDA):
+        _, replay = cuda_graph(lambda: function(**arguments))
+    same, on_cpu, want = append_case.arguments(case)
+    for turn in range(2):
+        for name, x in on_cpu.items():
+            if name in ("append_key", "append_value", "k_scale"):
+                x *= -0.7 if name != "k_scale" else 1.3
+            elif name in ("slot_mapping", "batch_indices", "positions") and turn:
+                x.copy_(x.flip(0))
+            if isinstance(x, torch.Tensor):
+                arguments[name].copy_(x)
+        replay()
+        same(**on_cpu)
+        assert all(torch.equal(memory(a), memory(b)) for a, b in zip(caches, want, strict=True))
+
+
+@pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
 def test_rows_without_a_page_go_nowhere(arch: str, dtype: torch.dtype) -> None:
@@ -106,6 +127,7 @@ def test_rows_without_a_page_go_nowhere(arch: str, dtype: torch.dtype) -> None:
     assert torch.equal(cache, want)
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_whole_tensors_are_quantised_as_by_torch(arch: str) -> None:
     torch.manual_seed(0)
@@ -126,6 +148,7 @@ def test_whole_tensors_are_quantised_as_by_torch(arch: str) -> None:
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, want, strict=True))
 
 
+@pytest.mark.emulator
 def test_other_architectures_run_the_same_code() -> None:
     case = CASES[4]
     want = written(case, reference)

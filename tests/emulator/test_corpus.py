@@ -16,8 +16,7 @@ from cute_attn.emulator import ptx
 from cute_attn.emulator.errors import Race, RegisterFault
 from cute_attn.emulator.isa import floats, load, registry
 from cute_attn.emulator.machine import Schedule
-from tests.emulator.published.kernel import Kernel
-from tests.emulator.published.problem import Problem, Shape
+from tests.emulator.published.problem import Kernel, Problem, Shape
 from tests.support.subprocesses import ROOT
 
 pytestmark = pytest.mark.corpus

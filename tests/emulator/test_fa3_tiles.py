@@ -15,9 +15,9 @@ import torch
 from cute_attn import emulator
 from cute_attn.emulator import Schedule
 from cute_attn.emulator.settings import Emulation
-from cute_attn.kernels.blocks.tiles import Launch, TileProblem, tile_rows
+from cute_attn.kernels.blocks.tiles import Launch, TileProblem
 from cute_attn.kernels.fa3.host.family import FAMILY
-from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
+from cute_attn.kernels.fa3.spec import HopperTile
 from cute_attn.kernels.fa3.tiles import rule_of
 from cute_attn.kernels.host import family as tiled_family
 from cute_attn.kernels.host.persistent import family as persistent_family
@@ -145,13 +145,6 @@ def test_split_groups_share_tiles(batch: BatchCase, sms: int, schedule: Schedule
     assert_cut(FA3, solve_on(FA3, batch, schedule, sms=sms))
 
 
-def test_rows_of_whole_tokens() -> None:
-    tile = HopperTile(128, 64, 2, 1)
-    assert {heads: tile_rows(tile.rows, heads) for heads in (1, 3, 5, 7, 8, 12, 128)} == {
-        1: 128, 3: 126, 5: 125, 7: 126, 8: 128, 12: 120, 128: 128,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("group", "qo_len", "expected"),
     [
@@ -220,12 +213,3 @@ def test_a_row_of_the_tuner_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trial.tile
     assert {r.spec["tile"]["rows"] for r in emulation.records if "tile" in r.spec} == {trial.tile.rows}
     assert error < 5e-3
-
-
-@pytest.mark.parametrize(
-    "change", [{"mask": "stop"}, {"kv": "paged"}, {"scores": ("scale",)}, {"pos_encoding": "rope"}, {"kv": "gathered"}]
-)
-def test_only_kernels_that_can_take_them(change: dict[str, object]) -> None:
-    spec = Fa3Spec("bfloat16", "bfloat16", 64, 64, mask="band", tile=TWO_CTAS)
-    with pytest.raises(ValueError, match="from_first_key takes dense keys"):
-        replace(spec, **change)  # type: ignore[arg-type]

@@ -147,37 +147,30 @@ def with_scores(qo_len: int, scores: torch.Tensor, rows: slice = slice(None), se
     return q, k, v
 
 
-@pytest.mark.parametrize(("rise", "schedule"), in_turn((40, 3, 9, 14, 200), structure=all_alike), ids=name)
-def test_scores_rise_in_every_chunk(rise: int, schedule: Schedule) -> None:
-    assert loads(solve(*with_scores(200, rise * levels(4 * TILE, CHUNK)), schedule=schedule)) > flat(4)
+def of_one(chunk: int) -> torch.Tensor:
+    """Levels of the tiles in one of their chunks, zeros in the others."""
+    return levels(4 * TILE, TILE) * (torch.arange(4 * TILE) % TILE // CHUNK == chunk)
 
 
-@pytest.mark.parametrize(("chunk", "schedule"), in_turn((0, 1, 2, 3), SCHEDULES), ids=name)
-@pytest.mark.parametrize("rise", [10, 100])
-def test_scores_rise_in_one_chunk(rise: int, chunk: int, schedule: Schedule) -> None:
-    """Of every tile: what the tile stored of P before is stored again."""
-    scores = rise * levels(4 * TILE, TILE)
-    scores[torch.arange(4 * TILE) % TILE // CHUNK != chunk] = 0.0
-    solve(*with_scores(200, scores), schedule=schedule)
+RISING: dict[str, tuple[torch.Tensor, slice]] = {  # scores, and the rows that see them
+    **{f"by {n} in every chunk": (n * levels(4 * TILE, CHUNK), slice(None)) for n in (40, 3, 9, 14, 200)},
+    # What the tile stored of P before is stored again.
+    **{f"by {n} in chunk {i}": (n * of_one(i), slice(None)) for n in (10, 100) for i in range(4)},
+    # Before and after tiles that do not: outputs of the one are forgotten, those of the other count for nothing.
+    **{f"in tile {i}": (300 * (torch.arange(4 * TILE) == i * TILE + 5).float(), slice(None)) for i in range(4)},
+    # Of one warp, which rescales all its rows, by 1 but for this one.
+    **{
+        f"in row {row} by {n}": (n * levels(3 * TILE, CHUNK), slice(row, row + 1))
+        for row, n in ((0, 12), (31, 1000), (37, 60), (127, 12), (128, 1000), (199, 60))
+    },
+}
 
 
-@pytest.mark.parametrize("tile", [0, 1, 2, 3])
-def test_one_tile_rises(tile: int) -> None:
-    """Before and after tiles that do not: outputs of the one are forgotten, those of the other count for nothing."""
-    scores = torch.zeros(4 * TILE)
-    scores[tile * TILE + 5] = 300.0
-    solve(*with_scores(200, scores), schedule=SCHEDULES[1])
-
-
-LANES = ((0, 12), (31, 1000), (37, 60), (127, 12), (128, 1000), (199, 60))  # a row, by how much it rises
-
-
-@pytest.mark.parametrize(("lane", "schedule"), in_turn(LANES, SCHEDULES), ids=name)
-def test_a_rise_in_one_lane(lane: tuple[int, int], schedule: Schedule) -> None:
-    """Of one warp, which rescales all its rows, by 1 but for this one."""
-    row, rise = lane
-    scores = rise * levels(3 * TILE, CHUNK)
-    assert loads(solve(*with_scores(200, scores, slice(row, row + 1)), schedule=schedule)) > flat(3)
+@pytest.mark.parametrize(("rising", "schedule"), in_turn(RISING, SCHEDULES, all_alike), ids=name)
+def test_scores_that_rise(rising: str, schedule: Schedule) -> None:
+    scores, rows = RISING[rising]
+    more = loads(solve(*with_scores(200, scores, rows), schedule=schedule)) > flat(len(scores) // TILE)
+    assert more == (rising != "in tile 3")  # which comes first
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "causal"])

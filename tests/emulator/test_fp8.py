@@ -13,12 +13,12 @@ from cute_attn.emulator import Schedule, narrow_sums, using
 from cute_attn.emulator.isa import mma
 from cute_attn.emulator.warp_batch import WarpBatch
 from tests.support import narrow_outputs
-from tests.support.batch_case import E5M2, BatchCase, features, heads, ragged
+from tests.support.batch_case import E5M2, BatchCase, features
 from tests.support.cover import needed
 from tests.support.fp8_case import CUT, LONG, SIGNED, SMALL, VARIED, fp8, single
 from tests.support.matrix import CAUSAL
 from tests.support.persistent_emulated import TARGETS, Target, assert_cut, name, solve_on
-from tests.support.right import emulate, families, launched
+from tests.support.right import emulate, families
 from tests.support.schedules import ALL_SCHEDULES, all_alike, in_turn
 
 pytestmark = pytest.mark.emulator
@@ -78,21 +78,12 @@ def test_sums_of_14_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         old = c.reshape(2, 2, warps, 8, 4).transpose(2, 0, 3, 4, 1).reshape(warps, 16, 8)
         sums = [narrow_sums.multiply_add(a[i : i + 1], b[i], old[i : i + 1]) for i in range(warps)]
         calls.append(warps)
-        found: np.ndarray = np.concatenate(sums).reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, w.size)
-        return found
+        return np.concatenate(sums).reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, w.size)
 
     calls: list[int] = []
     monkeypatch.setattr(mma, "_multiply_add", multiply_add)
     emulate(LONG[0], FA2.arch, sms=1)
     assert calls
-
-
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-def test_multi_item(schedule: Schedule) -> None:
-    types = {"dtype": "float8_e4m3fn", "o_dtype": "bfloat16"}
-    batch = ragged((100,), (140,), mask="items", longest_item=30, **types, **heads(2, 2))
-    emulation = emulate(batch, FA2.arch, schedule=schedule, sms=3)
-    assert [(record.spec["kernel"], record.spec["mask"]) for record in launched(emulation)] == [("fa2", "multi_item")]
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)

@@ -41,8 +41,10 @@ def solve(case: BatchCase, arch: str, kernels: str, schedule: Schedule, sms: int
     return emulation
 
 
+FP8 = ragged((100,), (140,), mask="items", longest_item=30, dtype=E4M3, o_dtype="bfloat16", **heads(2, 2))
 PRODUCTS = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
 CASES = [
+    *(("fa2", "sm_120a", FP8, schedule) for schedule in ALL_SCHEDULES),
     *(("fa2", "sm_80" if case is GAPS[0] else "sm_90a", case, schedule) for case, schedule in in_turn(GAPS)),
     *(
         (*target.on, *turn)

@@ -34,8 +34,7 @@ def swizzle(offsets: Array, mode: str) -> Array:
     """Swizzle<B, M, S>: B bits from bit M + S on are added to those from bit M on."""
     b, m, s = {"none": (0, 4, 3), "32": (1, 4, 3), "64": (2, 4, 3), "128": (3, 4, 3)}[mode]
     picked = offsets & (((1 << b) - 1) << (m + s))
-    found: Array = offsets ^ (picked >> s)
-    return found
+    return offsets ^ (picked >> s)
 
 
 @dataclass(frozen=True)

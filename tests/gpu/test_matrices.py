@@ -269,7 +269,6 @@ GRAPHED = {
         paged((64,) * 6, (700,) * 6, page_size=5, **heads(4, 4), fixed_split_size=16),
         paged((17, 40), (500,) * 2, mask="causal", kv_layout="HND", disable_split_kv=True, sinks=True),
         paged((30, 50, 9), (400,) * 3, mask="custom"),
-        paged((130, 50, 9), (400,) * 3, **ITEMS, **heads(8, 2)),
         ragged((300, 20, 5), (900,) * 3, mask="causal", **heads(8, 2), **dims(128)),
         decode((3000,) * 8, **heads(32, 8), **dims(128), dtype="bfloat16"),
         decode((2000,) * 3, q_len=3, **heads(8, 1), **dims(64)),

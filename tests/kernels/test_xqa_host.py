@@ -312,28 +312,6 @@ def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
         launch_config(five, 1, many(five), GPU.arch, 132)
 
 
-@pytest.mark.parametrize(
-    ("rule", "fields"),
-    [
-        ("columns that a warp holds", {"head_dim": 512, "work": "heads"}),
-        ("columns that a warp holds", {"head_dim": 512, "work": "even"}),
-        ("columns that a warp holds", {"head_dim": 512, "work": "cluster", "cluster_size": 2}),
-        ("they alone", {"work": "cluster"}),
-        ("they alone", {"work": "whole", "cluster_size": 2}),
-        ("work must be one of", {"work": "warps"}),
-        ("block scales", {"kv_dtype": "nvfp4", "prefetch": 1}),
-        ("must not be negative", {"prefetch": -1}),
-        ("whole teams", {"head_dim": 512, "cols": 16, "warps": 3}),
-        ("whole chunks", {"kv_dtype": "float8_e4m3fn", "head_dim": 72}),
-    ],
-    ids=str,
-)
-def test_specs_of_no_kernel(rule: str, fields: dict[str, Any]) -> None:
-    operands = {"dtype": "bfloat16", "kv_dtype": "", "out_dtype": "bfloat16", "head_dim": 128}
-    with pytest.raises(ValueError, match=rule):
-        XqaSpec(**(operands | fields))
-
-
 SHAPES = [  # one request of 1, 4 and 8 units, of few keys and more; few pairs and many, windows
     *(tiles.Shape(1, units, units, keys) for units in (1, 4, 8) for keys in (2048, 8192, 1 << 17)),
     *(tiles.Shape(requests, 4, 4, 1024) for requests in (2, 4, 8, 16)),

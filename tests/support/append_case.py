@@ -73,6 +73,17 @@ def special_blocks(dtype: torch.dtype) -> torch.Tensor:
     return blocks
 
 
+def adversarial_rows(stored: str, dtype: torch.dtype, scale: float, blocks: int, seed: int) -> torch.Tensor:
+    """Rows [n, 2, 64] of special blocks and adversarial ones, for fp8 with ties between its numbers."""
+    found = [special_blocks(dtype), adversarial_blocks(dtype, scale, blocks, seed)]
+    if stored != "nvfp4":
+        numbers = torch.arange(E4M3.numel() - 1, dtype=torch.uint8).view(getattr(torch, stored)).double()
+        ties = near((numbers[1:] + numbers[:-1]) / 2 * scale, dtype)
+        found.insert(0, ties[: len(ties) // 16 * 16].view(-1, 16))
+    rows = torch.cat(found)
+    return rows[: len(rows) // 8 * 8].view(-1, 2, 64)
+
+
 def quantised(rows: torch.Tensor, stored: str, scale: Any, run: Run) -> Codes:
     """Rows [n, heads, d] in a format, as bytes: data and block scales, or data."""
     n, heads, dim = rows.shape

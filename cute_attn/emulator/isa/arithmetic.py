@@ -23,17 +23,17 @@ _INTS, _SIGNED, _FLOATS = "{.u16|.s16|.u32|.s32|.u64|.s64}", "{.s16|.s32|.s64}",
 
 @form("{mul|mad}.wide{.u16|.s16|.u32|.s32}", golden="integer")
 def wide(e: Emitter, inst: Inst, op: str, kind: str) -> None:
-    t, wide = tag(kind), _WIDER[tag(kind)]
+    wide = _WIDER[tag(kind)]
     product = f"{{0}}.astype({wide}) * {{1}}"
-    e.compute(inst, *((product, wide, t, t) if op == "mul" else (f"{product} + {{2}}", wide, t, t, wide)))
+    e.compute(inst, *((product, ". .", wide) if op == "mul" else (f"{product} + {{2}}", f". . {wide}", wide)))
 
 
 @form("mul.hi{.u16|.s16}")
 @form("{mul|mad}.hi{.u32|.s32}", golden="integer")
 def high(e: Emitter, inst: Inst, *choices: str) -> None:
     kind = choices[-1]
-    t, wide = tag(kind), _WIDER[tag(kind)]
-    product = f"(({{0}}.astype({wide}) * {{1}}) >> {e.constant(int(kind[2:]), wide)}).astype({t})"
+    wide = _WIDER[tag(kind)]
+    product = f"(({{0}}.astype({wide}) * {{1}}) >> {e.constant(int(kind[2:]), wide)}).astype({{to}})"
     e.compute(inst, f"{product} + {{2}}" if "mad" in choices else product)
 
 
@@ -43,13 +43,11 @@ def _quotient(a: Array, b: Array) -> Array:
     quotient = a // safe
     if a.dtype.kind == "i":
         quotient = quotient + ((quotient * safe != a) & ((a < 0) != (safe < 0)))
-    result: Array = np.where(b == 0, np.array(-1).astype(a.dtype), quotient).astype(a.dtype)
-    return result
+    return np.where(b == 0, np.array(-1).astype(a.dtype), quotient).astype(a.dtype)
 
 
 def _remainder(a: Array, b: Array) -> Array:
-    result: Array = np.where(b == 0, a, a - _quotient(a, b) * b).astype(a.dtype)
-    return result
+    return np.where(b == 0, a, a - _quotient(a, b) * b).astype(a.dtype)
 
 
 computed(
@@ -114,8 +112,7 @@ def _fma_half(a: Array, b: Array, c: Array) -> Array:
     bits = near.view(np.int32)
     inexact = (near.astype(np.float64) != total) & ((bits & 1) == 0)
     outward = np.abs(total) > np.abs(near.astype(np.float64))
-    result: Array = np.where(inexact, bits + np.where(outward, 1, -1), bits).astype(np.int32).view(np.float32)
-    return result
+    return np.where(inexact, bits + np.where(outward, 1, -1), bits).astype(np.int32).view(np.float32)
 
 
 _ROUNDED: dict[str, str | Callable[..., Array]] = {
@@ -172,8 +169,7 @@ _floats(
 
 def _fma64(a: Array, b: Array, c: Array) -> Array:
     """a * b + c: rounded once if the platform's long double has 64 bits of mantissa, and nearly always otherwise."""
-    total: Array = (a.astype(np.longdouble) * b + c).astype(np.float64)
-    return total
+    return (a.astype(np.longdouble) * b + c).astype(np.float64)
 
 
 computed({"fma.rn.f64": _fma64}, conformance="approx")
@@ -224,7 +220,8 @@ def setp(e: Emitter, inst: Inst, compare: str, combine: str, ftz: str, kind: str
         e.set(item, "p", text + _COMBINE[combine])
 
 
-@form("selp{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}", golden="predicate")
-def selp(e: Emitter, inst: Inst, kind: str) -> None:
-    t = tag(kind)
-    e.compute(inst, "where({2}, {0}, {1})", t, t, t, "p")
+computed(
+    {"selp{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}": "where({2}, {0}, {1})"},
+    kinds={"operands": ". . p"},
+    golden="predicate",
+)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from cute_attn.emulator import access
-from cute_attn.emulator.dtypes import DTYPES, Array, tag
-from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.isa import order
-from cute_attn.emulator.isa.registry import form
-from cute_attn.emulator.ptx import Inst
+from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.warp_batch import WarpBatch
 
 _ORDER = "{|.relaxed|.acquire|.release|.acq_rel}{|.cta|.cluster|.gpu|.sys}"
@@ -36,32 +35,32 @@ UPDATES: dict[str, Update] = {
 }
 
 
-@form(
-    f"{{atom|red|red.async}}{_ORDER}{_SPACE}{_INTEGER_OPS}",
-    f"{{atom}}{_ORDER}{_SPACE}{{.cas}}{{.b32|.u32|.b64|.u64}}",
-    golden="atomics",
-)
-@form(
-    f"{{atom|red}}{_ORDER}{_SPACE}{{.add}}{{.f32|.f64}}",
-    conformance="approx",
-    golden="atomics",
-)
-def atomic(e: Emitter, inst: Inst, word: str, sem: str, scope: str, space: str, op: str, kind: str) -> None:
-    t = tag(kind)
-    results = [(inst.operands[0], t)] if word == "atom" else []
-    address, *values = inst.operands[len(results) :]
-    name = e.bind((UPDATES.get(op), DTYPES[t], sem, space), "atomic")
-    at = e.address(address, wide=not space.startswith(".shared"))
-    e.call(_atomic, [name, at, *(e.get(value, t) for value in values)], results)
+_SUM = f"{_ORDER}{_SPACE}{{.add}}{{.f32|.f64}}"
+_ATOMIC: dict[str, Any] = {"operands": "$0 $2 $3 $type [*] . .=None", "golden": "atomics"}
 
 
-def _atomic(
-    w: WarpBatch, mask: Array | None, how: tuple[Update | None, np.dtype, str, str], address: Array, *values: Array
-) -> Array:  # type: ignore[type-arg]
-    update, dtype, sem, space = how
-    width = dtype.itemsize
-    old, at, operands = np.zeros(w.size, dtype), w.full(address), [w.full(v) for v in values]
-    shared = space.startswith(".shared")
+@called(f"red{_ORDER}{_SPACE}{_INTEGER_OPS}", f"red.async{_ORDER}{_SPACE}{_INTEGER_OPS}", **_ATOMIC)
+@called(f"red{_SUM}", conformance="approx", **_ATOMIC)
+@called(
+    f"atom{_ORDER}{_SPACE}{_INTEGER_OPS}",
+    f"atom{_ORDER}{_SPACE}{{.cas}}{{.b32|.u32|.b64|.u64}}",
+    results=".",
+    **_ATOMIC,
+)
+@called(f"atom{_SUM}", conformance="approx", results=".", **_ATOMIC)
+def atomic(
+    w: WarpBatch,
+    mask: Array | None,
+    sem: str,
+    space: str,
+    op: str,
+    word: Any,
+    address: Array,
+    x: Array,
+    other: Array | None,
+) -> Array:
+    width, shared = word.itemsize, space.startswith(".shared")
+    old, at, x = np.zeros(w.size, word), w.full(address), w.full(x)
     if not shared:
         access.check_aligned(at[w.lanes(mask)], width, "atom")
         order.publish(w, mask, address, release=sem in (".release", ".acq_rel"))
@@ -70,11 +69,11 @@ def _atomic(
             row = _shared_word(w, int(at[lane]), width, space == ".shared::cluster")
         else:
             row = access.read_global(w.cta, at[lane : lane + 1], width, None, "atom")[0]
-        before = row.view(dtype)
-        if update is None:
-            after = np.where(before == operands[0][lane], operands[1][lane], before).astype(dtype)
+        before = row.view(word)
+        if other is not None:  # .cas
+            after = np.where(before == x[lane], w.full(other)[lane], before).astype(word)
         else:
-            after = np.asarray(update(before, operands[0][lane : lane + 1])).astype(dtype).reshape(1)
+            after = np.asarray(UPDATES[op](before, x[lane : lane + 1])).astype(word).reshape(1)
         old[lane] = before[0]
         if shared:
             row[:] = after.view(np.uint8)

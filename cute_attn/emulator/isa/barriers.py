@@ -12,7 +12,6 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import BarrierFault, PtxError
 from cute_attn.emulator.isa import order
-from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.ptx import Inst, Not, Reg
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
@@ -68,7 +67,7 @@ class Meeting:
     "{bar|barrier}{|.cta}{.sync|.arrive}{|.aligned}",
     operands="$2 u4 u4=None",
     solo=True,
-    converges=True,
+    aligned="bar.sync",
     conformance="order",
     golden="barriers",
 )
@@ -80,7 +79,7 @@ def bar(w: WarpBatch, mask: Array | None, how: str, number: Array, threads: Arra
     _finish(w.cta, index, meeting)
 
 
-@form("{bar|barrier}{|.cta}.red{.and|.or}{|.aligned}.pred", solo=True, converges=True, golden="barriers")
+@form("{bar|barrier}{|.cta}.red{.and|.or}{|.aligned}.pred", solo=True, aligned="bar.sync", golden="barriers")
 def bar_red(e: Emitter, inst: Inst, *choices: str) -> None:
     result, number, *count, p = inst.operands
     if not isinstance(result, Reg) or not isinstance(p, Reg | Not):
@@ -110,7 +109,6 @@ def _bar_red(
 
 
 def _meeting(w: WarpBatch, mask: Array | None, number: Array, threads: Array | None) -> tuple[int, Meeting, Array]:
-    whole(w, mask, "bar.sync")
     index = w.uniform(number, mask, "barrier number")
     expected = w.cta.num_warps if threads is None else w.uniform(threads, mask, "barrier thread count")
     if threads is not None:

@@ -46,13 +46,12 @@ def shift(e: Emitter, inst: Inst, op: str, kind: str) -> None:
     if isinstance(count, Imm) and 0 <= count.value < 8 * WIDTH[t]:
         e.set(d, t, f"{e.get(a, t)} {'<<' if op == 'shl' else '>>'} {e.constant(count.value, t)}")
     else:
-        e.compute(inst, _shift_left if op == "shl" else _shift_right, t, t, "u4")
+        e.compute(inst, _shift_left if op == "shl" else _shift_right, ". u4")
 
 
 def _shift_left(x: Array, count: Array) -> Array:
     bits = 8 * x.dtype.itemsize
-    shifted: Array = np.where(count < bits, x << np.minimum(count, bits - 1).astype(x.dtype), x.dtype.type(0))
-    return shifted
+    return np.where(count < bits, x << np.minimum(count, bits - 1).astype(x.dtype), x.dtype.type(0))
 
 
 def _shift_right(x: Array, count: Array) -> Array:
@@ -66,8 +65,7 @@ def funnel(w: WarpBatch, mask: Array | None, side: str, mode: str, low: Array, h
     both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
     n = (count & np.uint32(31) if mode == ".wrap" else np.minimum(count, np.uint32(32))).astype(np.uint64)
     shifted = (both << n) >> np.uint64(32) if side == ".l" else both >> n
-    result: Array = shifted.astype(np.uint32)
-    return result
+    return shifted.astype(np.uint32)
 
 
 @called("lop3.b32", operands=". . . #", results=".", golden="bits")
@@ -97,31 +95,13 @@ def _prmt(a: Array, b: Array, selector: Array) -> Array:
     return result
 
 
-def _bit_table(x: Array) -> Array:
-    """Unpack words to bits [n, 32], lowest first."""
-    bits: Array = (x[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
-    return bits
-
-
-def _popc(x: Array) -> Array:
-    return _bit_table(x).sum(axis=1).astype(np.uint32)
-
-
-def _clz(x: Array) -> Array:
-    top = _bit_table(x)[:, ::-1]
-    return np.where(x == 0, 32, top.argmax(axis=1)).astype(np.uint32)
-
-
-def _bfind(x: Array) -> Array:
-    return np.where(x == 0, 0xFFFFFFFF, 31 - _clz(x).astype(np.int64)).astype(np.uint32)
-
-
+# frexp tells the number of bits of what a double holds exactly; of 0 it is 0.
 computed(
     {
         "prmt.b32": _prmt,
-        "clz.b32": _clz,
-        "popc.b32": _popc,
-        "bfind.u32": _bfind,
+        "clz.b32": "(32 - np.frexp({0}.astype(f8))[1]).astype(u4)",
+        "popc.b32": "np.unpackbits({0}[:, None].view(u1), axis=1).sum(axis=1, dtype=u4)",
+        "bfind.u32": "(np.frexp({0}.astype(f8))[1] - 1).astype(u4)",
     },
     golden="bits",
 )

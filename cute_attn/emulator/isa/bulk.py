@@ -13,8 +13,9 @@ from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import MemoryFault
 from cute_attn.emulator.isa import mbarrier
+from cute_attn.emulator.isa.mbarrier import Mbarrier
 from cute_attn.emulator.isa.registry import called
-from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
+from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT, SharedMemory
 from cute_attn.emulator.tensormap import Chunks
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
@@ -80,11 +81,18 @@ def post_load(cta: Cta, target: int, pieces: Chunks, barrier: int, op: Op, what:
             addresses = pieces.addresses[pieces.inside]
             rows[pieces.inside] = access.read_global(cta, addresses, pieces.nbytes, op, what)
         memory, offsets = cta.cluster.ctas[target >> RANK_SHIFT].smem, pieces.offsets(target & OFFSET_MASK)
-        memory.check(offsets, pieces.nbytes, what)
-        memory.store(offsets, access.words_of(rows), op, what)
-        waiting.complete(rows.size, op, LATENCY)
+        deliver(memory, offsets, access.words_of(rows), op, what, waiting, LATENCY)
 
     cta.post(arrive)
+
+
+def deliver(
+    memory: SharedMemory, offsets: Array, words: Array, op: Op, what: str, barrier: Mbarrier, latency: float = 0.0
+) -> None:
+    """Write what an asynchronous operation brings, and count its bytes at a barrier."""
+    memory.check(offsets, words.itemsize, what)
+    memory.store(offsets, words, op, what)
+    barrier.complete(words.nbytes, op, latency)
 
 
 @called(f"cp.async.bulk.global.shared::cta.bulk_group{HINT}", operands="[u8] [u4] u4", since=90, golden="tma")

@@ -12,24 +12,21 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import BarrierFault, Race
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.barriers import Meeting
-from cute_attn.emulator.isa.mma import whole
-from cute_attn.emulator.isa.registry import called
+from cute_attn.emulator.isa.bulk import deliver
+from cute_attn.emulator.isa.registry import called, computed
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.warp_batch import WarpBatch
 
-
-@called("mapa{|.shared::cluster}.u32", operands=". u4", results=".", since=90, golden="cluster")
-def mapa(w: WarpBatch, mask: Array | None, address: Array, rank: Array) -> Array:
-    """Map addresses to another CTA. The address of a CTA that does not exist is an error only when it is used."""
-    return address & np.uint32(OFFSET_MASK) | rank << np.uint32(RANK_SHIFT)
+# The address of a CTA that does not exist is an error only when it is used.
+_MAPPED = f"{{0}} & u4.type({OFFSET_MASK}) | {{1}} << u4.type({RANK_SHIFT})"
+computed({"mapa{|.shared::cluster}.u32": _MAPPED}, since=90, golden="cluster")
 
 
-_MEETING: dict[str, Any] = {"since": 90, "solo": True, "converges": True, "golden": "cluster"}
+_MEETING: dict[str, Any] = {"since": 90, "solo": True, "golden": "cluster"}
 
 
-@called("barrier.cluster.arrive{|.release|.relaxed}{|.aligned}", **_MEETING)
+@called("barrier.cluster.arrive{|.release|.relaxed}{|.aligned}", aligned="barrier.cluster.arrive", **_MEETING)
 def arrive(w: WarpBatch, mask: Array | None) -> None:
-    whole(w, mask, "barrier.cluster.arrive")
     cluster = w.cta.cluster
     if cluster.barrier is None:
         total = len(cluster.ctas) * w.cta.num_warps
@@ -48,9 +45,8 @@ def arrive(w: WarpBatch, mask: Array | None) -> None:
         meeting.arrived = -1
 
 
-@called("barrier.cluster.wait{|.acquire}{|.aligned}", **_MEETING)
+@called("barrier.cluster.wait{|.acquire}{|.aligned}", aligned="barrier.cluster.wait", **_MEETING)
 def wait(w: WarpBatch, mask: Array | None) -> None:
-    whole(w, mask, "barrier.cluster.wait")
     agents = w.active_agents(mask)
     arrived = w.cta.unit("cluster arrivals", dict[int, Meeting])
     if not all(int(agent) in arrived for agent in agents):
@@ -72,17 +68,14 @@ def st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Arra
     """One operation for all lanes of a warp that count at the same barrier: their clocks are equal."""
     targets, barriers = w.full(target), w.full(barrier)
     data = np.ascontiguousarray(np.stack([w.full(v) for v in values], axis=1)).view(np.uint8)
-    nbytes, lanes = data.shape[1], np.asarray(w.lanes(mask))
-    for group in _groups(lanes, targets >> RANK_SHIFT, barriers, w.row):
+    for group in _groups(np.asarray(w.lanes(mask)), targets >> RANK_SHIFT, barriers, w.row):
         rank, where = int(targets[group[0]]) >> RANK_SHIFT, targets[group] & OFFSET_MASK
         memory = w.cta.cluster.ctas[rank].smem
-        memory.check(where, nbytes, "st.async")
         if len(np.unique(where)) < len(where):
             raise Race("lanes of one st.async store to the same place")
         op = w.begin_op(int(w.row[group[0]]), "st.async")
-        memory.store(where, access.words_of(data[group]), op, "st.async")
         waiting = mbarrier.target(w.cta, int(barriers[group[0]]), op, "st.async")
-        waiting.complete(nbytes * len(group), op)
+        deliver(memory, where, access.words_of(data[group]), op, "st.async", waiting)
 
 
 def _groups(lanes: Array, *keys: Array) -> Iterator[Array]:

@@ -2,66 +2,44 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 
 from cute_attn.emulator import formats
 from cute_attn.emulator.dtypes import DTYPES, Array, tag
-from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.isa import floats
-from cute_attn.emulator.isa.registry import called, computed, form
+from cute_attn.emulator.isa.registry import called, computed
 from cute_attn.emulator.memory import GENERIC_SHARED
-from cute_attn.emulator.ptx import Inst
 from cute_attn.emulator.warp_batch import WarpBatch
 
 _INTS = "{.u8|.s8|.u16|.s16|.u32|.s32|.u64|.s64}"
 _BLACKWELL: dict[str, Any] = {"since": 100, "conformance": "unverified"}
-_ROUND = {".rni": "np.rint", ".rzi": "np.trunc", ".rmi": "np.floor", ".rpi": "np.ceil"}
+_ROUND = {".rni": "rint", ".rzi": "trunc", ".rmi": "floor", ".rpi": "ceil"}
 
 
-@form(f"cvt{_INTS}{_INTS}", f"cvt.rn{{.f32|.f64|.f16}}{_INTS}", golden="convert")
-@form("cvt.rn.f32.f64", "cvt.f64.f32", "cvt{|.ftz}.f32.f16", golden="convert")
-def cast(e: Emitter, inst: Inst, *choices: str) -> None:
-    """Convert as numpy does: with the low bits of an integer, to nearest."""
-    to, source = map(tag, inst.op.split(".")[-2:])
-    e.compute(inst, f"{{0}}.astype({to})", to, source)
+_CASTS = f"cvt{_INTS}{_INTS}", f"cvt.rn{{.f32|.f64|.f16}}{_INTS}", "cvt.rn.f32.f64", "cvt.f64.f32", "cvt{|.ftz}.f32.f16"
+computed(
+    dict.fromkeys(_CASTS, "{0}.astype({to})")  # as numpy does: with the low bits of an integer, to nearest
+    | {f"cvt{mode}{{.f32.f32|.f64.f64}}": f"np.{function}({{0}})" for mode, function in _ROUND.items()}
+    | {"cvt.rn.f16.f32": floats.f32_to_f16, "cvt.rn.bf16.f32": floats.f32_to_bf16}
+    | {"cvt{|.ftz}.f32.bf16": floats.bf16_to_f32},
+    kinds={"results": "^"},
+    golden="convert",
+)
 
 
-@form(f"cvt{{.rni|.rzi|.rmi|.rpi}}{_INTS}{{.f32|.f64|.f16}}", golden="convert")
-def to_integer(e: Emitter, inst: Inst, mode: str, to: str, source: str) -> None:
-    convert = e.bind(functools.partial(_to_integer, DTYPES[tag(to)]), "to_integer")
-    e.compute(inst, f"{convert}({_ROUND[mode]}({{0}}))", tag(to), tag(source))
-
-
-def _to_integer(want: np.dtype, x: Array) -> Array:  # type: ignore[type-arg]
+@called(f"cvt{{.rni|.rzi|.rmi|.rpi}}{_INTS}{{.f32|.f64|.f16}}", operands="$0 $1 .", results="^", golden="convert")
+def to_integer(w: WarpBatch, mask: Array | None, mode: str, to: str, x: Array) -> Array:
     """Convert with saturation, as hardware does; NaN gives 0, or only the top bit for 64-bit targets."""
+    want = DTYPES[tag(to)]
     limits = np.iinfo(want)
-    wide = x.astype(np.float64)
+    wide = getattr(np, _ROUND[mode])(x).astype(np.float64)
     found = np.where(np.isnan(wide), 0, np.clip(wide, float(limits.min), float(limits.max)))
     top = found >= float(limits.max)
-    result = np.where(top, 0, found).astype(want)
-    nan = np.array(1 << 63, np.uint64).astype(want) if np.dtype(want).itemsize == 8 else np.array(0, want)
-    result = np.where(top, np.array(limits.max, want), result)
-    chosen: Array = np.where(np.isnan(wide), nan, result)
-    return chosen
-
-
-@form("cvt{.rni|.rzi|.rmi|.rpi}{.f32.f32|.f64.f64}", golden="convert")
-def to_whole(e: Emitter, inst: Inst, mode: str, kinds: str) -> None:
-    e.compute(inst, f"{_ROUND[mode]}({{0}})")
-
-
-@form("cvt{|.ftz}.f32.bf16", golden="convert")
-def widen(e: Emitter, inst: Inst, ftz: str) -> None:
-    e.compute(inst, floats.bf16_to_f32, "f4", "u2")
-
-
-@form("cvt.rn{.f16|.bf16}.f32", golden="convert")
-def narrow(e: Emitter, inst: Inst, to: str) -> None:
-    function = e.bind(floats.f32_to_f16 if to == ".f16" else floats.f32_to_bf16, "narrow")
-    e.compute(inst, f"{function}({{0}})", tag(to), "f4")
+    result = np.where(top, np.array(limits.max, want), np.where(top, 0, found).astype(want))
+    nan = np.array(1 << 63, np.uint64).astype(want) if want.itemsize == 8 else np.array(0, want)
+    return np.where(np.isnan(wide), nan, result)
 
 
 @called("cvt.rn{.f16x2|.bf16x2}.f32", operands="$0 f4 f4", results="u4", golden="convert")
@@ -87,8 +65,7 @@ def halves_to_fp8(w: WarpBatch, mask: Array | None, to: str, pairs: Array) -> Ar
 @called("cvt.rn.satfinite.e2m1x2.f32", operands="f4 f4", results="u1", **_BLACKWELL)
 def to_fp4(w: WarpBatch, mask: Array | None, high: Array, low: Array) -> Array:
     """Convert a pair; operand a goes to the upper four bits."""
-    packed: Array = formats.encode(low, "e2m1") | (formats.encode(high, "e2m1") << np.uint8(4))
-    return packed
+    return formats.encode(low, "e2m1") | (formats.encode(high, "e2m1") << np.uint8(4))
 
 
 @called("cvt.rn{.f16x2}{.e4m3x2|.e5m2x2}", operands="$0 $1 u2", results="u4", since=89, golden="fp8")

@@ -12,7 +12,6 @@ from cute_attn.emulator import access
 from cute_attn.emulator.clocks import ORDER, Op
 from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import Divergence, PtxError
-from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import SharedMemory
 from cute_attn.emulator.warp_batch import WarpBatch
@@ -29,7 +28,6 @@ def _rows(
     """Shared memory, where in it the 8 * count rows of 16 bytes of each active warp are, whose first lanes have the
     addresses, the agents of the rows, and the index of those warps.
     """
-    whole(w, mask, what)
     present = slice(None) if mask is None else mask.reshape(-1, 32)[:, 0]
     memory, offsets = access.shared_at(w, w.full(address).reshape(-1, 32)[present, : 8 * count].ravel(), 16, what)
     return memory, offsets, np.repeat(w.agents[present], 8 * count), present
@@ -39,7 +37,7 @@ def _rows(
     f"ldmatrix.sync.aligned.m8n8.x{{1|2|4}}{{|.trans}}{_SHARED}.b16",
     operands="$0 $1 [u4]",
     results="{u4}",
-    converges=True,
+    aligned="ldmatrix",
     golden="matrix",
 )
 def ldmatrix(w: WarpBatch, mask: Array | None, matrices: str, trans: str, address: Array) -> Array:
@@ -73,7 +71,7 @@ def _lanes(w: WarpBatch, mask: Array | None, words: Array) -> Array:
     results="{u4}",
     since=100,
     conformance="unverified",
-    converges=True,
+    aligned="ldmatrix",
 )
 def ldmatrix_bytes(w: WarpBatch, mask: Array | None, matrices: str, address: Array) -> Array:
     """Lane l gets bytes l / 4 and l / 4 + 8 of rows 4 (l % 4) + 0..3 of each matrix."""
@@ -87,7 +85,7 @@ def ldmatrix_bytes(w: WarpBatch, mask: Array | None, matrices: str, address: Arr
     f"stmatrix.sync.aligned.m8n8.x{{1|2|4}}{_SHARED}.b16",
     operands="[u4] {u4}",
     since=90,
-    converges=True,
+    aligned="stmatrix",
     golden="matrix",
 )
 def stmatrix(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:

@@ -22,8 +22,7 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
     total = product + addend
     if some((total.view(np.int64) & _LOW) == _HALF) or _has_subnormals(total):
         total = _to_odd(total, product, addend)
-    rounded: Array = total.astype(np.float32)
-    return rounded
+    return total.astype(np.float32)
 
 
 def _to_odd(total: Array, x: Array, y: Array) -> Array:
@@ -32,8 +31,7 @@ def _to_odd(total: Array, x: Array, y: Array) -> Array:
     bits = total.view(np.int64)
     even = (error != 0) & ((bits & 1) == 0) & np.isfinite(total)
     outward = (error > 0) == (total > 0)
-    odd: Array = np.where(even, bits + np.where(outward, 1, -1), bits).view(np.float64)
-    return odd
+    return np.where(even, bits + np.where(outward, 1, -1), bits).view(np.float64)
 
 
 def add32_down(a: Array, b: Array) -> Array:
@@ -54,16 +52,14 @@ def sub32_down(a: Array, b: Array) -> Array:
 def _error(total: Array, x: Array, y: Array) -> Array:
     """What `total` = x + y has lost."""
     part = total - x
-    error: Array = (x - (total - part)) + (y - part)
-    return error
+    return (x - (total - part)) + (y - part)
 
 
 def flush(x: Array) -> Array:
     """Flush subnormals to zeros of their sign."""
     if not _has_subnormals(x):
         return x
-    flushed: Array = np.where(np.abs(x) < _SMALLEST_NORMAL, np.copysign(_ZERO, x), x)
-    return flushed
+    return np.where(np.abs(x) < _SMALLEST_NORMAL, np.copysign(_ZERO, x), x)
 
 
 def _has_subnormals(x: Array) -> bool:
@@ -90,8 +86,7 @@ EXTREMES = {
 
 
 def bf16_to_f32(bits: Array) -> Array:
-    widened: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return widened
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def f32_to_bf16(x: Array) -> Array:
@@ -131,5 +126,4 @@ def packed(x: Array, kind: str) -> Array:
     if kind == ".f32x2":
         return np.ascontiguousarray(x, np.float32).reshape(-1).view(np.uint64)
     narrow = f32_to_f16(x) if kind == ".f16x2" else f32_to_bf16(x)
-    words: Array = np.ascontiguousarray(narrow).reshape(-1).view(np.uint32)
-    return words
+    return np.ascontiguousarray(narrow).reshape(-1).view(np.uint32)

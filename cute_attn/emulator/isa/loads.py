@@ -100,5 +100,4 @@ def _rows(w: WarpBatch, sources: tuple[Array, ...]) -> Array:
         whole = np.ascontiguousarray(w.full(sources[0]))[:, None]
     else:
         whole = np.stack([w.full(s) for s in sources], axis=1)
-    rows: Array = whole.view(np.uint8)
-    return rows
+    return whole.view(np.uint8)

@@ -165,8 +165,7 @@ def at(cta: Cta, address: int, cluster: bool = False) -> Mbarrier:
     found = cta.cluster.ctas[rank].mbarriers.get(offset)
     if found is None:
         raise BarrierFault(f"no mbarrier was initialised at shared {offset:#x}")
-    barrier: Mbarrier = found
-    return barrier
+    return found
 
 
 def target(cta: Cta, address: int, op: Op, what: str, in_order: bool = False) -> Mbarrier:
@@ -193,23 +192,19 @@ def init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> None
 
 
 def _check_end(cta: Cta) -> None:
-    if cta.grid.checks:
-        _check_phases(cta)
-        _check_remote(cta, cta.clocks)
-
-
-def _check_phases(cta: Cta) -> None:
-    """Check that no barrier is left with arrivals or bytes that do not belong to its phase: its count is wrong.
-    While asynchronous work is pending, its arrivals are still to come."""
-    if cta.pending:
+    """Check that no barrier is left with arrivals or bytes that do not belong to its phase: its count is wrong. While
+    asynchronous work is pending, its arrivals are still to come.
+    """
+    if not cta.grid.checks:
         return
     for barrier in cta.mbarriers.values():
-        if barrier.unbalanced():
+        if not cta.pending and barrier.unbalanced():
             came = barrier.count - barrier.pending
             raise BarrierFault(
                 f"CTA {cta.index} ends in the middle of a phase: {barrier.name} has {came} of {barrier.count} arrivals "
                 f"and {barrier.tx} bytes are missing in phase {barrier.phase}"
             )
+    _check_remote(cta, cta.clocks)
 
 
 def _check_remote(cta: Cta, clocks: Clocks) -> None:
@@ -235,18 +230,23 @@ def _check_remote(cta: Cta, clocks: Clocks) -> None:
 
 
 _go_on = on_clocks(Clocks.go_on)
-_Phases = dict[tuple[int, int], int]  # the phase in which the first lane of a warp arrives, by warp and barrier
 
 
-def _check_straddling(w: WarpBatch, lane: int, barrier: Mbarrier, first: _Phases) -> None:
-    """Check that a lane arrives in the same phase as the lanes of its warp before it, in one instruction."""
-    phase = first.setdefault((int(w.lane_agents[lane]), id(barrier)), barrier.phase)
-    if phase != barrier.phase:
-        raise BarrierFault(
-            f"{barrier.name}: lanes of one warp arrive in phases {phase} and {barrier.phase}, "
-            f"its count of {barrier.count} is too low",
-            int(w.lane[lane]),
-        )
+def _arrivals(
+    w: WarpBatch, mask: Array | None, address: Array, numbers: Array, cluster: bool = False
+) -> Iterator[tuple[int, int, Mbarrier, int]]:
+    """The lanes that arrive: position, agent, barrier and number. Those of a warp must arrive in the same phase."""
+    first: dict[tuple[int, int], int] = {}  # phase by warp and barrier
+    for lane, where, number in w.each(mask, address, numbers):
+        barrier, agent = at(w.cta, where, cluster), int(w.lane_agents[lane])
+        phase = first.setdefault((agent, id(barrier)), barrier.phase)
+        if phase != barrier.phase:
+            raise BarrierFault(
+                f"{barrier.name}: lanes of one warp arrive in phases {phase} and {barrier.phase}, "
+                f"its count of {barrier.count} is too low",
+                int(w.lane[lane]),
+            )
+        yield lane, agent, barrier, number
 
 
 _ARRIVE: dict[str, Any] = {"operands": "$0 $1 $3 [] u4=1", "results": "u8", "golden": "mbarrier"}
@@ -258,11 +258,7 @@ def arrive(
     w: WarpBatch, mask: Array | None, expect: str, sem: str, space: str, address: Array, numbers: Array
 ) -> Array:
     """Arrive with a count, or once with expected bytes. The token is 0: tests are by parity."""
-    first: _Phases = {}
-    for lane, where, number in w.each(mask, address, numbers):
-        barrier = at(w.cta, where, space in _ANYWHERE)
-        _check_straddling(w, lane, barrier, first)
-        agent = int(w.lane_agents[lane])
+    for _, agent, barrier, number in _arrivals(w, mask, address, numbers, space in _ANYWHERE):
         barrier.used_by(w.cta, "an arrival", agent=agent)
         barrier.arrive(agent, *((1, number) if expect else (number, 0)), relaxed=sem == ".relaxed")
     _go_on(w, mask)
@@ -295,11 +291,7 @@ def copies_arrive(w: WarpBatch, mask: Array | None, address: Array) -> None:
     for row in np.unique(w.row[w.lanes(mask)]):
         ops = outstanding(w, int(row))
         copies[int(row)] = np.maximum.reduce([op.clock for op in ops]) if ops else None
-    first: _Phases = {}
-    for lane, where in w.each(mask, address):
-        barrier = at(w.cta, where)
-        _check_straddling(w, lane, barrier, first)
-        agent = int(w.lane_agents[lane])
+    for lane, agent, barrier, _ in _arrivals(w, mask, address, np.ones(1, np.uint32)):
         barrier.seen(agent)
         landed = copies[int(w.row[lane])]
         if landed is not None:

@@ -6,21 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator.dtypes import Array, some
-from cute_attn.emulator.errors import Divergence
+from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.formats import DECODERS, Decode
 from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.warp_batch import WarpBatch
-
-
-def whole(w: WarpBatch, mask: Array | None, what: str) -> None:
-    """Check that all 32 lanes of each participating warp are active."""
-    if mask is None:
-        return
-    rows = mask.reshape(-1, 32)
-    partial = rows.any(axis=1) & ~rows.all(axis=1)
-    if some(partial):
-        raise Divergence(f"{what} with lanes of warp {int(w.warps[partial.argmax()])} missing")
 
 
 def a_matrix(w: WarpBatch, registers: tuple[Array, ...], decode: Decode) -> Array:
@@ -40,7 +29,7 @@ def _stack(w: WarpBatch, registers: tuple[Array, ...]) -> Array:
     return np.array([w.full(r) for r in registers])
 
 
-_MMA: dict[str, Any] = {"operands": "$1 {u4} {u4} {f4}", "results": "{f4}", "converges": True}
+_MMA: dict[str, Any] = {"operands": "$1 {u4} {u4} {f4}", "results": "{f4}", "aligned": "mma.sync"}
 _MMA |= {"conformance": "approx", "golden": "mma"}
 EIGHT_BITS = "{.e4m3.e4m3|.e4m3.e5m2|.e5m2.e4m3|.e5m2.e5m2}"
 
@@ -55,7 +44,6 @@ def mma(
     b: tuple[Array, ...],
     c: tuple[Array, ...],
 ) -> Array:
-    whole(w, mask, "mma.sync")
     a_decode, b_decode = (DECODERS[kind] for kind in kinds[1:].split("."))
     return _multiply_add(w, a_matrix(w, a, a_decode), _b_matrix(w, b, b_decode), _stack(w, c))
 
@@ -65,14 +53,11 @@ def _multiply_add(w: WarpBatch, a: Array, b: Array, c: Array) -> Array:
     # In fp64: the order in which a BLAS adds depends on a row's place in the tile, the bits of a GPU's sums do not.
     product = np.matmul(a.astype("f8"), b.astype("f8").transpose(0, 2, 1)).astype("f4")  # [warps, 16, 8]
     fragments = product.reshape(len(w.warps), 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, w.size)
-    total: Array = fragments + c
-    return total
+    return fragments + c
 
 
-@called("movmatrix.sync.aligned.m8n8.trans.b16", operands="u4", results="u4", converges=True, golden="matrix")
+@called("movmatrix.sync.aligned.m8n8.trans.b16", operands="u4", results="u4", aligned="movmatrix", golden="matrix")
 def movmatrix(w: WarpBatch, mask: Array | None, a: Array) -> Array:
     """Transpose: lane l holds elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, before and after."""
-    whole(w, mask, "movmatrix")
     rows = np.ascontiguousarray(w.full(a)).view(np.uint16).reshape(-1, 8, 8)
-    found: Array = np.ascontiguousarray(rows.transpose(0, 2, 1)).reshape(-1).view(np.uint32)
-    return found
+    return np.ascontiguousarray(rows.transpose(0, 2, 1)).reshape(-1).view(np.uint32)

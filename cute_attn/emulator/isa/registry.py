@@ -38,7 +38,8 @@ class Form:
     result); "unverified": read from the ISA alone, never compared with a GPU. Some opcodes of unverified forms occur in
     published kernels that come out right (`EXERCISED` in tests/emulator/test_corpus.py). `golden`: the family of
     micro-kernels that compares it with hardware, "" if none does. `converges`: all live lanes of a warp must execute it
-    together. `solo`: it gets a block of its own and may wait or split the batch.
+    together. `aligned`: all 32 lanes must, and what a report calls it. `solo`: it gets a block of its own and may wait
+    or split the batch.
     """
 
     template: str
@@ -48,6 +49,7 @@ class Form:
     conformance: str = "exact"
     golden: str = ""
     converges: bool = False
+    aligned: str = ""
     solo: bool = False
 
     @functools.cached_property
@@ -83,14 +85,17 @@ def form(*templates: str, **traits: Any) -> Callable[[Build], Build]:
 def computed(
     functions: Mapping[str, str | Callable[..., Any]],
     *,
-    compute: Callable[[Emitter, Inst, str | Callable[..., Any]], None] = Emitter.compute,
+    compute: Callable[..., None] = Emitter.compute,
+    kinds: Mapping[str, str] = {},
     **traits: Any,
 ) -> None:
-    """Register forms that compute one value of others: functions or patterns by template, and what emits them."""
+    """Register forms that compute one value of others: functions or patterns by template, and what emits them, with
+    `kinds` of operands and results that are not of the type that the opcode ends with.
+    """
 
     def register(function: str | Callable[..., Any]) -> Build:
         def build(e: Emitter, inst: Inst, *choices: str) -> None:
-            compute(e, inst, function)
+            compute(e, inst, function, **kinds)
 
         return build
 
@@ -101,10 +106,11 @@ def computed(
 def called(*templates: str, operands: str = "", results: str = "", **traits: Any) -> Callable[[Run], Run]:
     """Register forms that call the decorated function of a warp batch, a mask and `operands`. Kinds of operands:
 
-    - `u4`: the value as this type; `.`: as the type that the opcode ends with; `u4=0`: with a default; `#`: a number
+    - `u4`: the value as this type; `.`: as the type that the opcode ends with, `^`: as the one before; `u4=0`: with a
+      default; `#`: a number
     - `{u4}`: the values of a vector
-    - `[u4]`, `[u8]`: an address in shared, in global memory; `[]`: in shared memory, generic where the opcode names no
-      space; `[u8]{i4}`: the address of a tensor map, and coordinates
+    - `[u4]`, `[u8]`: an address in shared, in global memory; `[*]`: in that which the opcode names; `[]`: in shared
+      memory, generic where the opcode names no space; `[u8]{i4}`: the address of a tensor map, and coordinates
     - `?`: what may be there and has no effect. Policies of the L2 cache are left out.
     - `$0`: no operand, but the first choice of the template; `$op`: the opcode; `$type`: the type that it ends with;
       `$items`: the number of results

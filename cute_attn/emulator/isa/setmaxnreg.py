@@ -8,7 +8,6 @@ import numpy as np
 
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import PtxError, RegisterFault
-from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
@@ -37,7 +36,9 @@ def pool_of(cta: Cta) -> Pool:
     return cta.unit("registers", lambda: Pool(cta.num_warps, cta.grid.registers))
 
 
-@called("setmaxnreg.inc.sync.aligned.u32", operands="#", since=90, solo=True, converges=True, conformance="order")
+@called(
+    "setmaxnreg.inc.sync.aligned.u32", operands="#", since=90, solo=True, aligned="setmaxnreg.inc", conformance="order"
+)
 def claim(w: WarpBatch, mask: Array | None, count: int) -> None:
     warps, pool = _warps(w, mask, count, "setmaxnreg.inc"), pool_of(w.cta)
     most = int(pool.held[warps].max())
@@ -60,7 +61,7 @@ def claim(w: WarpBatch, mask: Array | None, count: int) -> None:
         w.wait = waiting
 
 
-@called("setmaxnreg.dec.sync.aligned.u32", operands="#", since=90, converges=True, conformance="order")
+@called("setmaxnreg.dec.sync.aligned.u32", operands="#", since=90, aligned="setmaxnreg.dec", conformance="order")
 def release(w: WarpBatch, mask: Array | None, count: int) -> None:
     warps, pool = _warps(w, mask, count, "setmaxnreg.dec"), pool_of(w.cta)
     least = int(pool.held[warps].min())
@@ -72,6 +73,4 @@ def release(w: WarpBatch, mask: Array | None, count: int) -> None:
 def _warps(w: WarpBatch, mask: Array | None, count: int, what: str) -> Array:
     if count % 8 or not 24 <= count <= 256:
         raise PtxError(f"{what} {count}: a multiple of 8 between 24 and 256 is needed")
-    whole(w, mask, what)
-    found: Array = w.warps[w.row[w.first_lanes(mask)]]
-    return found
+    return w.warps[w.row[w.first_lanes(mask)]]

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cute_attn.emulator import access
-from cute_attn.emulator.clocks import Clocks
+from cute_attn.emulator.clocks import FENCED, TMEM
 from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import LaunchFault, MemoryFault, PtxError
-from cute_attn.emulator.isa.barriers import on_clocks
-from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.tensor_memory import WARP, Places, TensorMemory, places, split_address
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
 
 ARCHS = (100, 103)
 GROUP = ".cta_group::{1|2}"
+_LD, _ST = "tcgen05.ld.32x32b", "tcgen05.st.32x32b"
 _NUM = ".x{1|2|4|8|16|32|64|128}"
 
 
@@ -94,9 +93,10 @@ class _Allocating(Wait):
         return True
 
 
-@tensor_call(f"tcgen05.alloc{GROUP}.sync.aligned{{|.shared::cta}}.b32", operands="$0 [] u4", solo=True, converges=True)
+@tensor_call(
+    f"tcgen05.alloc{GROUP}.sync.aligned{{|.shared::cta}}.b32", operands="$0 [] u4", solo=True, aligned="tcgen05.alloc"
+)
 def alloc(w: WarpBatch, mask: Array | None, group: str, address: Array, count: Array) -> None:
-    whole(w, mask, "tcgen05.alloc")
     lanes = w.first_lanes(mask)
     if len(lanes) > 1:
         raise MemoryFault("tcgen05.alloc by more than one warp at once")
@@ -107,9 +107,8 @@ def alloc(w: WarpBatch, mask: Array | None, group: str, address: Array, count: A
         w.wait = waiting
 
 
-@tensor_call(f"tcgen05.dealloc{GROUP}.sync.aligned.b32", operands="$0 u4 u4", converges=True)
+@tensor_call(f"tcgen05.dealloc{GROUP}.sync.aligned.b32", operands="$0 u4 u4", aligned="tcgen05.dealloc")
 def dealloc(w: WarpBatch, mask: Array | None, group: str, address: Array, count: Array) -> None:
-    whole(w, mask, "tcgen05.dealloc")
     pair_of(w.cta, int(group))
     memory = memory_of(w.cta)
     first = w.first_lanes(mask)
@@ -141,7 +140,6 @@ def _moved(
     """The active warps: agent, lanes of the batch, and the places that it moves from or to `count` registers."""
     if count != int(asked):
         raise PtxError(f"{what}.x{asked} with {count} registers, it has {asked}")
-    whole(w, mask, what)
     at = w.full(address)
     for first in w.first_lanes(mask):
         lanes = slice(first, first + 32)
@@ -151,27 +149,24 @@ def _moved(
         yield int(w.agents[row]), lanes, _places(count, int(w.warps[row]), int(at[first]), what)
 
 
-@tensor_call(f"tcgen05.ld.sync.aligned.32x32b{_NUM}.b32", operands="$0 $items [u4]", results="{u4}", converges=True)
+@tensor_call(f"tcgen05.ld.sync.aligned.32x32b{_NUM}.b32", operands="$0 $items [u4]", results="{u4}", aligned=_LD)
 def load(w: WarpBatch, mask: Array | None, asked: str, num: int, address: Array) -> Array:
     """Load columns. With `strict`, the read lasts until it is waited for, otherwise it is over at once."""
-    memory, what = memory_of(w.cta), "tcgen05.ld.32x32b"
-    found = np.zeros((num, w.size), np.uint32)
-    for agent, lanes, place in _moved(w, mask, asked, num, address, what):
-        found[:, lanes] = memory.load(place, memory.begin(agent, "tcgen05.ld") if w.cta.grid.strict else agent, what).T
+    memory, found = memory_of(w.cta), np.zeros((num, w.size), np.uint32)
+    for agent, lanes, place in _moved(w, mask, asked, num, address, _LD):
+        found[:, lanes] = memory.load(place, memory.begin(agent, "tcgen05.ld") if w.cta.grid.strict else agent, _LD).T
     return found
 
 
-@tensor_call(f"tcgen05.st.sync.aligned.32x32b{_NUM}.b32", operands="$0 [u4] {u4}", converges=True)
+@tensor_call(f"tcgen05.st.sync.aligned.32x32b{_NUM}.b32", operands="$0 [u4] {u4}", aligned=_ST)
 def store(w: WarpBatch, mask: Array | None, asked: str, address: Array, values: tuple[Array, ...]) -> None:
-    memory, what = memory_of(w.cta), "tcgen05.st.32x32b"
-    words = np.array([w.full(v) for v in values]).T
-    for agent, lanes, place in _moved(w, mask, asked, len(values), address, what):
-        memory.store(place, words[lanes], memory.begin(agent, "tcgen05.st"), what)
+    memory, words = memory_of(w.cta), np.array([w.full(v) for v in values]).T
+    for agent, lanes, place in _moved(w, mask, asked, len(values), address, _ST):
+        memory.store(place, words[lanes], memory.begin(agent, "tcgen05.st"), _ST)
 
 
-@tensor_call("tcgen05.wait::{ld|st}.sync.aligned", operands="$0", converges=True)
+@tensor_call("tcgen05.wait::{ld|st}.sync.aligned", operands="$0", aligned="tcgen05.wait")
 def wait(w: WarpBatch, mask: Array | None, which: str) -> None:
-    whole(w, mask, "tcgen05.wait")
     memory = memory_of(w.cta)
     for lane in w.first_lanes(mask):
         stream = memory.streams.get((int(w.lane_agents[lane]), f"tcgen05.{which}", WARP))
@@ -179,5 +174,6 @@ def wait(w: WarpBatch, mask: Array | None, which: str) -> None:
             stream.wait()
 
 
-tensor_call("tcgen05.fence::before_thread_sync")(on_clocks(Clocks.fence_before))
-tensor_call("tcgen05.fence::after_thread_sync")(on_clocks(Clocks.fence_after))
+@tensor_call("tcgen05.fence::{before|after}_thread_sync", operands="$0")
+def fence(w: WarpBatch, mask: Array | None, side: str) -> None:
+    w.cta.clocks.tensor_fence(w.active_agents(mask), FENCED if side == "before" else TMEM)

@@ -205,7 +205,7 @@ def _issue(
         _check_tensor_memory(what, target, left if in_tmem else None)
         one = _Product(what, target, left, in_tmem, right, bool(adds))
         op = memory_of(w.cta).begin(int(w.lane_agents[lane]), KIND, int(w.lane[lane]))
-        w.cta.post(lambda one=one, op=op: one.run(pair, op), _queue(w, lane))  # type: ignore[misc]
+        w.cta.post(functools.partial(one.run, pair, op), _queue(w, lane))
 
 
 def _queue(w: WarpBatch, lane: int) -> str:

@@ -86,21 +86,18 @@ def vote(w: WarpBatch, mask: Array | None, mode: str, p: Array, member: Array) -
     yes = w.full(p).reshape(-1, 32)
     one, every = (yes & active).any(axis=1), (yes | ~active).all(axis=1)
     results: dict[str, Array] = {".any": np.asarray(one), ".all": np.asarray(every), ".uni": np.asarray(every | ~one)}
-    found: Array = results[mode][w.row]
-    return found
+    return results[mode][w.row]
 
 
 @called("vote.sync.ballot.b32", operands="p u4", results="u4", **_TOGETHER)
 def vote_ballot(w: WarpBatch, mask: Array | None, p: Array, member: Array) -> Array:
     members(w, mask, member, "vote.sync")
-    found: Array = ballot((w.full(p) & w.active(mask)).reshape(-1, 32))[w.row]
-    return found
+    return ballot((w.full(p) & w.active(mask)).reshape(-1, 32))[w.row]
 
 
 @called("activemask.b32", results="u4", golden="warp")
 def activemask(w: WarpBatch, mask: Array | None) -> Array:
-    found: Array = ballot(w.active(mask).reshape(-1, 32))[w.row]
-    return found
+    return ballot(w.active(mask).reshape(-1, 32))[w.row]
 
 
 @called("match.any.sync{.b32|.b64}", operands=". u4", results="u4", **_TOGETHER)

@@ -17,7 +17,7 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import EmulatorError, PtxError, RegisterFault
 from cute_attn.emulator.formats import DECODERS
-from cute_attn.emulator.isa.mma import EIGHT_BITS, a_matrix, whole
+from cute_attn.emulator.isa.mma import EIGHT_BITS, a_matrix
 from cute_attn.emulator.isa.registry import called, form
 from cute_attn.emulator.ptx import Inst, Reg, Vec
 from cute_attn.emulator.warp_batch import Split, WarpBatch
@@ -138,21 +138,19 @@ def _warpgroup(w: WarpBatch) -> Warpgroup:
 
 def _value_of(x: Any) -> Array:
     """Value of an accumulator register; for a mark, the result of its product."""
-    found: Array = x.product.results[x.index] if isinstance(x, InFlight) else x
-    return found
+    return x.product.results[x.index] if isinstance(x, InFlight) else x
 
 
 # --- forms ------------------------------------------------------------------------------------------------------------
 
 
 _HOPPER: dict[str, Any] = {"since": 90, "only": (90,), "golden": "wgmma"}
-_PRODUCT: dict[str, Any] = {"conformance": "approx", "converges": True, **_HOPPER}
+_PRODUCT: dict[str, Any] = {"conformance": "approx", "aligned": "wgmma", **_HOPPER}
 
 
-@called("wgmma.fence.sync.aligned", solo=True, converges=True, conformance="order", **_HOPPER)
+@called("wgmma.fence.sync.aligned", solo=True, aligned="wgmma.fence", conformance="order", **_HOPPER)
 def fence(w: WarpBatch, mask: Array | None) -> None:
     """Allow the products that follow to use registers as they are now."""
-    whole(w, mask, "wgmma.fence")
     groups = w.warps // 4
     if len(np.unique(groups)) > 1:
         raise Split([np.flatnonzero(groups == group) for group in np.unique(groups)])
@@ -181,12 +179,10 @@ def product(e: Emitter, inst: Inst, n: str, types: str) -> None:
 
 def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Array, keep: Array) -> None:
     n, kinds, majors, indices, fragments, inst = how
-    whole(w, mask, "wgmma")
-    if w.wgmma_fenced is None:
+    if not w.wgmma_fenced:
         raise RegisterFault("wgmma.mma_async without a wgmma.fence before it")
     _warpgroup(w).issue(w.warps[w.row[w.first_lanes(mask)]], inst)
-    R: list[Any] = w.R  # noqa: N806
-    registers = [R[i] for i in indices]
+    registers = [w.R[i] for i in indices]
     chained = _is_product(registers)
     if not chained:
         _check_fenced(w, _changed(w, indices))
@@ -205,7 +201,7 @@ def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Ar
     product = Product(n, kinds, left, right, old, op, seen)
     product.marks = [InFlight(product, position) for position in range(len(indices))]
     for index, mark in zip(indices, product.marks, strict=True):
-        R[index] = mark
+        w.R[index] = mark
     w.wgmma_groups[-1].append(product)
 
 
@@ -220,9 +216,7 @@ def _is_product(registers: list[Any]) -> bool:
 
 def _changed(w: WarpBatch, registers: list[int]) -> list[Array]:
     """Values of those registers that hold others than at the last wgmma.fence, if not of a product."""
-    R, fenced = w.R, w.wgmma_fenced  # noqa: N806
-    assert fenced is not None
-    return [R[i] for i in registers if R[i] is not fenced[i] and type(R[i]) is not InFlight]
+    return [w.R[i] for i in registers if w.R[i] is not w.wgmma_fenced[i] and type(w.R[i]) is not InFlight]
 
 
 def _check_fenced(w: WarpBatch, values: list[Array]) -> None:
@@ -233,7 +227,6 @@ def _check_fenced(w: WarpBatch, values: list[Array]) -> None:
 
 def _ids(w: WarpBatch) -> set[int]:
     if w.wgmma_fenced_ids is None:
-        assert w.wgmma_fenced is not None
         w.wgmma_fenced_ids = {id(x) for x in w.wgmma_fenced}
         w.wgmma_fenced_ids |= {id(x.base) for x in w.wgmma_fenced if isinstance(x, np.ndarray) and x.base is not None}
     return w.wgmma_fenced_ids
@@ -269,10 +262,9 @@ def _complete(w: WarpBatch, products: list[Product]) -> None:
         clocks.acquire(w.agents, product.op.clock)
         clocks.time[w.agents] = np.maximum(clocks.time[w.agents], product.op.time + LATENCY)
     done = {id(product) for product in products}
-    R: list[Any] = w.R  # noqa: N806
-    for i in _marked(R):
-        if id(R[i].product) in done:
-            R[i] = _value_of(R[i]).view(w.cta.grid.home_of(i))
+    for i in _marked(w.R):
+        if id(w.R[i].product) in done:
+            w.R[i] = _value_of(w.R[i]).view(w.cta.grid.home_of(i))
     for product in products:  # break the cycle of product and marks, which only the cyclic collector would free
         product.marks, product.old = [], None
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from cute_attn.emulator.tensormap import BYTES as MAP_BYTES
+
 VERSION, TARGET = "8.4", "sm_90a"
-MAP_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -136,45 +137,21 @@ def rng(name: str) -> np.random.Generator:
 
 
 _INT_EDGES = (0, 1, 2, -1, -2, 7, 31, 32, 33, 63, 64, 255, 256, 0x7F, 0x80, 0x8000, 0x7FFF, 0xFFFF)
-_F32_EDGES = (
-    0x00000000,
-    0x80000000,
-    0x00000001,
-    0x80000001,
-    0x007FFFFF,
-    0x00800000,
-    0x3F800000,
-    0xBF800000,
-    0x7F7FFFFF,
-    0xFF7FFFFF,
-    0x7F800000,
-    0xFF800000,
-    0x7FC00000,
-    0x3F7FFFFF,
-    0x3F800001,
-    0x3F808000,
-    0x3F818000,
-    0x477FE000,
-    0x477FF000,
-    0x38800000,
-    0x33800000,
-    0x33000000,
-    0x43E00000,
-    0x43E80000,
-    0x43F00000,
-    0x47600000,
-    0x47700000,
+_F32_EDGES = (  # bits
+    "00000000 80000000 00000001 80000001 007FFFFF 00800000 3F800000 BF800000 "  # zeros, subnormals, 1
+    "7F7FFFFF FF7FFFFF 7F800000 FF800000 7FC00000 3F7FFFFF 3F800001 3F808000 3F818000 "  # ends, beside 1, ties
+    "477FE000 477FF000 38800000 33800000 33000000 43E00000 43E80000 43F00000 47600000 47700000"  # of narrow formats
 )
 
 
 def values(kind: str, count: int, source: np.random.Generator) -> np.ndarray[Any, Any]:
     """`count` items of a PTX type as raw bits: edges first, then random ones."""
     width = int(kind.lstrip("befus").replace("16x2", "32").replace("32x2", "64") or 0) // 8
-    if kind in ("f32",):
+    if kind == "f32":
         magnitude = source.standard_normal(count) * 2.0 ** source.integers(-20, 20, count)
         bits = magnitude.astype(np.float32).view(np.uint32)
         bits[::3] = source.integers(0, 1 << 32, count, dtype=np.uint64).astype(np.uint32)[::3]
-        edges = np.array(_F32_EDGES, np.uint32)
+        edges = np.array([int(bits, 16) for bits in _F32_EDGES.split()], np.uint32)
     elif kind == "f64":
         bits = (source.standard_normal(count) * 2.0 ** source.integers(-60, 60, count)).view(np.uint64)
         edges = np.array([0, 1 << 63, 0x3FF0000000000000, 0x7FF0000000000000, 0x7FF8000000000000], np.uint64)

@@ -1,6 +1,6 @@
 """Compiles forward kernels of the flash-attn-4 wheel: `python -m tests.emulator.published.compile DIRECTORY KERNEL...`.
 
-Writes the PTX of each kernel (`tests.emulator.published.kernel.Kernel` as text) into the directory. Through the DSL's
+Writes the PTX of each kernel (`tests.emulator.published.problem.Kernel` as text) into the directory. Through the DSL's
 public interface and with fake tensors, so that no GPU is needed. In a process of its own, because the wheel's packages
 change classes of the DSL when they are imported.
 """
@@ -20,7 +20,7 @@ from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepPTX
 from cutlass.utils import HardwareInfo
 
 from cute_attn.runtime.arch import TYPICAL_SMS
-from tests.emulator.published.kernel import ROWS, Kernel
+from tests.emulator.published.problem import ROWS, Kernel
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -20,10 +20,49 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.isa import floats
 from cute_attn.emulator.machine import Stats
 from cute_attn.emulator.memory import GlobalMemory
-from tests.emulator.published.kernel import ROWS, Kernel
 
+ROWS = 128  # of a tile: query rows, and keys
 SMEM = 227 * 1024
 L2_BYTES = 50 << 20  # what their scheduler of causal problems assumes
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One forward kernel. `traits` are letters: p: two CTAs a tile; c: work of clusters that have not started is taken
+    over; 8: inputs of e4m3.
+    """
+
+    arch: str
+    head_dim: int
+    causal: bool
+    group: int
+    q_stage: int = 1
+    traits: str = ""
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a cluster."""
+        return 2 if "p" in self.traits else 1
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a cluster."""
+        return ROWS * self.q_stage * self.ctas
+
+    def __str__(self) -> str:
+        fields = [self.arch, self.head_dim, int(self.causal), self.group, self.q_stage, self.traits]
+        return ":".join(map(str, fields))
+
+    @classmethod
+    def parse(cls, text: str) -> Kernel:
+        """Returns the kernel that `str` wrote."""
+        arch, head_dim, causal, group, q_stage, traits = text.split(":")
+        return cls(arch, int(head_dim), causal == "1", int(group), int(q_stage), traits)
+
+    @property
+    def file(self) -> str:
+        """A file name without an ending."""
+        return str(self).replace(":", "_")
 
 
 @dataclass(frozen=True)
@@ -72,14 +111,12 @@ class Problem:
     def _rounded(self, x: Array) -> Array:
         if self.item == "bfloat16":
             return floats.f32_to_bf16(x)
-        codes: Array = torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-        return codes
+        return torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
     def _exact(self, x: Array) -> Array:
         if self.item == "bfloat16":
             return floats.bf16_to_f32(x).astype(np.float64)
-        values: Array = torch.from_numpy(x).view(torch.float8_e4m3fn).to(torch.float64).numpy()
-        return values
+        return torch.from_numpy(x).view(torch.float8_e4m3fn).to(torch.float64).numpy()
 
     def expected(self) -> tuple[Array, Array]:
         group, shape = self.kernel.group, self.shape
