@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cute_attn.dispatch.capabilities import Load
     from cute_attn.dispatch.explain import Launch
     from cute_attn.kernels.host.batch import BatchSchedule
-    from cute_attn.problem import BatchLengths, Features, Settings
+    from cute_attn.problem import BatchLengths, Features
 
 CPU = "cpu"
 WORKSPACE_BYTES = 128 << 20  # of a batch: what callers are told to bring
@@ -92,22 +92,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def of_request(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> Asked:
-    """Returns a request, as the functions without a plan run it. Its tensors are on the CPU, and it is planned as if
-    they were on the GPU.
-    """
+    """Returns a request, as the functions without a plan run it."""
     import torch
 
     from cute_attn.dispatch import explain, select
-    from cute_attn.request import single
 
     check_sizes(options)
-    problem = single.problem(explain.described(options))
-    features = problem.settings.features._replace(device=torch.device("cpu" if arch is None else "cuda"))
-    problem = problem._replace(settings=problem.settings._replace(features=features))
-    load = select.load_of(problem.settings, problem.qo_len)
-    title = f"qo_len {problem.qo_len}, kv_len {problem.kv_len}"
-    launch = explain.launch_of(problem, sms)
-    return Asked(features, load, launch, title, lambda family: ("", family.launches(problem, arch, sms)))
+    problem = explain.described(options, device=torch.device("cpu" if arch is None else "cuda"))
+    settings, launch = problem.settings, explain.launch_of(problem, sms)
+    load, title = select.load_of(settings, problem.qo_len), f"qo_len {problem.qo_len}, kv_len {problem.kv_len}"
+    return Asked(settings.features, load, launch, title, lambda family: ("", family.launches(problem, arch, sms)))
 
 
 def answer(options: argparse.Namespace, arch: archs.Arch | None, sms: int, asked: Asked) -> int:
@@ -167,7 +161,9 @@ def check_sizes(options: argparse.Namespace) -> None:
 
 def of_batch(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> Asked:
     """Returns a batch, as a wrapper plans it."""
-    from cute_attn.dispatch import select
+    import torch
+
+    from cute_attn.dispatch import explain, select
     from cute_attn.problem import BatchLimits
     from cute_attn.schedule.batch import typical_qo_len
 
@@ -175,7 +171,10 @@ def of_batch(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> 
     if options.page_size is not None and not options.custom_mask:  # kernels of decode could run it
         heads = options.num_qo_heads, options.num_kv_heads
         q_len = select.newest_bound(lengths.longest_qo, heads, options.causal) or None
-    settings = described(options, q_len is not None, on_gpu=arch is not None)
+    source = "ragged" if options.page_size is None else "paged"
+    device = torch.device("cpu" if arch is None else "cuda")
+    decode = q_len is not None
+    settings = explain.settings_of(options, options.page_size or 1, device=device, kv_source=source, decode=decode)
     limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=q_len)
     load = select.load_of(settings, q_len or typical_qo_len(lengths, limits), lengths.batch_size)
 
@@ -250,28 +249,3 @@ def _lengths(options: argparse.Namespace, name: str) -> list[int] | None:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise ArgumentError(f"--{name.replace('_', '-')} must be integers with commas, got {text!r}") from error
-
-
-def described(options: argparse.Namespace, decode: bool, on_gpu: bool) -> Settings:
-    """Settings of the plan that the options describe."""
-    import torch
-
-    from cute_attn.request import batch_plan
-
-    kv_dtype = "uint8" if options.kv_dtype == "nvfp4" else options.kv_dtype
-    planned = batch_plan.PlanOptions(
-        *(options.num_qo_heads, options.num_kv_heads, options.head_dim, options.head_dim_vo),
-        *(options.dtype, kv_dtype, options.o_dtype, options.pos_encoding_mode, options.causal),
-        *(options.window_left, options.logits_soft_cap),
-    )
-    settings = batch_plan.plan_settings(
-        planned,
-        options.kv_layout,
-        options.page_size or 1,
-        device=torch.device("cpu"),
-        kv_source="ragged" if options.page_size is None else "paged",
-        custom_mask=options.custom_mask,
-        decode=decode,
-    )
-    device = torch.device("cuda" if on_gpu else "cpu")
-    return settings._replace(features=settings.features._replace(device=device, sinks=options.sinks))
