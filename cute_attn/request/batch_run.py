@@ -93,22 +93,10 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
             out[:first] = 0
         if lse is not None and run.lse is None:
             lse[:first] = -torch.inf
-    return BatchProblem(
-        settings,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        plan.lengths.kv_indices,
-        plan.packed_mask if run.ranges is None else run.ranges.tensor(plan.rows, q.device),
-        scales.of_scores,
-        scales.of_v,
-        sinks,
-        None if run.head_scales is None else operands.check_head_scales(run.head_scales, features),
-        sf,
-        plan.workspace,
-    )
+    mask = plan.packed_mask if run.ranges is None else run.ranges.tensor(plan.rows, q.device)
+    head_scales = None if run.head_scales is None else operands.check_head_scales(run.head_scales, features)
+    extras = operands.extras(scales, mask, sinks, head_scales, sf)
+    return BatchProblem(settings, q, k, v, out, lse, plan.lengths.kv_indices, extras, plan.workspace)
 
 
 def fewer_heads(plan: BatchPlan, arguments: RunArguments) -> dict[str, int] | None:

@@ -107,25 +107,10 @@ def decode_problem(call: DecodeCall) -> DecodeProblem:
         if checks.tensor("sinks", sinks).dim() != 1 and sinks.numel() == settings.features.num_qo_heads:
             sinks = sinks.reshape(-1)  # given in any shape
         sinks = operands.per_head("sinks", sinks, settings.features.num_qo_heads, device)
-    return DecodeProblem(
-        settings,
-        qo_len,
-        query,
-        k,
-        v,
-        out,
-        lse,
-        block_tables,
-        seq_lens,
-        min(block_tables.shape[1] * settings.page_size, MAX_KV_LEN),
-        scratch,
-        qo_indptr,
-        None if call.mask is None else _draft_mask(call.mask, num_tokens, qo_len, device),
-        found.of_scores,
-        found.of_v,
-        sinks,
-        block_scales,
-    )
+    draft_mask = None if call.mask is None else _draft_mask(call.mask, num_tokens, qo_len, device)
+    extras = operands.extras(found, None, sinks, None, block_scales)
+    lengths = block_tables, seq_lens, min(block_tables.shape[1] * settings.page_size, MAX_KV_LEN)
+    return DecodeProblem(settings, qo_len, query, k, v, out, lse, *lengths, scratch, qo_indptr, draft_mask, extras)
 
 
 # ---- settings
@@ -259,7 +244,7 @@ def before_launch(problem: DecodeProblem, call: DecodeCall, values: bool) -> Non
     written = [("workspace_buffer", scratch.partial_buffer), ("out", problem.out), ("lse", problem.lse)]
     if scratch.counter_buffer is not scratch.partial_buffer:
         written.insert(0, ("semaphores", scratch.counter_buffer))
-    scales = problem.block_scales or (None, None)
+    scales = problem.extras.k_scales, problem.extras.v_scales
     read = zip(READ, (call.query, problem.k, problem.v, *scales, *call[OF_LAUNCH]), strict=True)
     checks.apart((*written, ("lse", call.lse_copy)), (*read, *call.form.factors))
     if values:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.problem import Scratch
+from cute_attn.problem import Extras, Scratch
 from cute_attn.request import caches, checks, index_arrays, operands
 from cute_attn.request.caches import UsedPages
 from cute_attn.request.settings import HALF, LSE_BASES, MAX_INDEX, MAX_KV_LEN
@@ -152,16 +152,12 @@ class MlaProblem(NamedTuple):
     settings: MlaSettings
     lengths: MlaLengths
     q: torch.Tensor  # [num_tokens, num_heads, LATENT]
-    q_pe: torch.Tensor  # [num_tokens, num_heads, ROPE], or [..., 0]
     k: torch.Tensor  # [num_pages, page_size, LATENT]: values too
     kpe: torch.Tensor  # [num_pages, page_size, ROPE], or [..., 0]
     out: torch.Tensor  # [num_tokens, num_heads, LATENT]
     lse: torch.Tensor | None  # [num_tokens, num_heads] fp32
     scratch: Scratch
-    scale: torch.Tensor | None = None  # one-element fp32 device tensors: factors of scores and of values
-    v_scale: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None  # [num_heads] fp32, natural-log domain
-    ckv_scales: torch.Tensor | None = None  # [num_pages, page_size, LATENT / GROUP] fp32, factors of groups of k
+    extras: Extras  # q_pe among them: [num_tokens, num_heads, ROPE], or [..., 0]
 
     @property
     def v(self) -> torch.Tensor:  # where launches of other problems take it
@@ -292,7 +288,8 @@ def mla_problem(call: MlaCall, lengths: MlaLengths) -> MlaProblem:
     read = given._replace(workspace_buffer=None, out=None, lse=None)._asdict() | lengths.arrays()
     checks.apart(written, read.items())
     sinks = None if call.sinks is None else operands.per_head("sinks", call.sinks, q.shape[1], q.device)
-    return MlaProblem(settings, lengths, *call[:4], out, lse, scratch, scale, v_scale, sinks, scales_of_groups)
+    extras = Extras(scale, None, v_scale, sinks, q_pe=call.q_pe, ckv_scales=scales_of_groups)
+    return MlaProblem(settings, lengths, q, ckv, kpe, out, lse, scratch, extras)
 
 
 def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import Features, Scratch
+from cute_attn.problem import NO_EXTRAS, Extras, Features, Scratch
 from cute_attn.request import checks
 from cute_attn.request.settings import NVFP4_BLOCK
 
@@ -245,6 +245,21 @@ def check_bounds(name: str, bounds: Sequence[int], most: int) -> None:
                 f"{name} must not decrease, nor give a request more than {most} rows: "
                 f"got {end} after {begin} (request {i})"
             )
+
+
+def extras(
+    scales: Scales,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    head_scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    block_scales: tuple[torch.Tensor, torch.Tensor] | None,
+) -> Extras:
+    """Return the optional tensors of a problem, which are checked."""
+    if not scales.of_scores and scales.of_v is mask is sinks is head_scales is block_scales is None:
+        return NO_EXTRAS
+    scale0, scale1, *_ = *scales.of_scores, None, None
+    heads, blocks = head_scales or (None, None, None), block_scales or (None, None)
+    return Extras(scale0, scale1, scales.of_v, sinks, mask, *heads, *blocks)
 
 
 # ---- outputs and workspaces
