@@ -259,8 +259,10 @@ def mla_problem(call: MlaCall, lengths: MlaLengths) -> MlaProblem:
     q, _, ckv, kpe, scales_of_groups, *_ = call
     checks.device("workspace_buffer", call.workspace_buffer, q.device)
     checks.device("kv_indices", lengths.kv_indices, q.device)
-    sm_scale, scale = _scale("bmm1_scale", call.bmm1_scale, q.device)
-    v_number, v_scale = _scale("bmm2_scale", call.bmm2_scale, q.device)
+    sm_scale, scale = operands.split_scale("bmm1_scale", call.bmm1_scale, q.device)
+    sm_scale = checks.real("bmm1_scale", sm_scale)
+    v_number, v_scale = operands.split_scale("bmm2_scale", call.bmm2_scale, q.device)
+    v_number = checks.real("bmm2_scale", v_number)
     if call.enable_pdl is not None:
         checks.boolean("enable_pdl", call.enable_pdl)
     scales = ("ckv_scale", call.ckv_scale), ("kpe_scale", call.kpe_scale)
@@ -290,12 +292,6 @@ def mla_problem(call: MlaCall, lengths: MlaLengths) -> MlaProblem:
     sinks = None if call.sinks is None else operands.per_head("sinks", call.sinks, q.shape[1], q.device)
     extras = Extras(scale, None, v_scale, sinks, q_pe=call.q_pe, ckv_scales=scales_of_groups)
     return MlaProblem(settings, lengths, q, ckv, kpe, out, lse, scratch, extras)
-
-
-def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:
-    """Return a scale as a number and a factor on the device."""
-    number, on_device = operands.split_scale(name, value, device)
-    return (1.0, on_device[0]) if on_device else (checks.real(name, number), None)
 
 
 def check_values(problem: MlaProblem) -> None:
