@@ -12,7 +12,7 @@ from cute_attn.dispatch import select
 from cute_attn.dispatch.capabilities import BACKENDS, EMULATOR, Backend, Load, Pass
 from cute_attn.dispatch.families import FAMILIES
 from cute_attn.errors import ArgumentError, Refusal
-from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, DecodeProblem, Features, Problem, Request, Settings
+from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, Features, Problem, Settings
 from cute_attn.request import batch_plan, checks, single
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.settings import MAX_KV_LEN, Call
@@ -39,7 +39,7 @@ PLAN_NAMES = {"head_dim_qk": "head_dim", "q_data_type": "dtype", "kv_data_type":
 
 
 def explain(
-    asked: Features | Request | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    asked: Features | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     arch: str | Arch | None = None,
     rows: int | None = None,
     *,
@@ -103,13 +103,12 @@ def explain(
     checks.boolean("sinks", sinks)
     if rows is not None and (not isinstance(asked, Features) or checks.integer("rows", rows) < 1):
         raise ArgumentError(f"rows must be None, or at least 1 with Features, got {checks.describe(rows)}")
-    found, request = _arch(arch), asked if isinstance(asked, Problem) else None
-    if isinstance(asked, (Features, Problem, DecodeProblem)):
+    found, request, load = _arch(arch), None, Load(rows)
+    if isinstance(asked, Features):
         _refuse_keywords(changed, "Features")
-        features = asked if isinstance(asked, Features) else asked.settings.features
-        load = Load(rows) if isinstance(asked, Features) else select.load_of(asked.settings, asked.qo_len)
+        features = asked
     else:
-        request = described(options) if asked is None else single.problem(_with_tensors(asked, options, changed))
+        request = described(options) if asked is None else _with_tensors(asked, options, changed)
         features = request.settings.features
         load = select.load_of(request.settings, request.qo_len)
         if asked is None and arch is None:
@@ -139,26 +138,24 @@ def _refuse_keywords(names: list[str], asked: str) -> None:
         raise ArgumentError(f"{', '.join(names)} must not be given with {asked}, which already tell")
 
 
-def _with_tensors(asked: Any, options: Namespace, changed: list[str]) -> Call:
-    """Return the call of tensors (q, k, v) with options, of which these are `changed`."""
+def _with_tensors(asked: Any, options: Namespace, changed: list[str]) -> Problem:
+    """Return the request of tensors (q, k, v) with options, of which these are `changed`."""
     if not (isinstance(asked, (tuple, list)) and len(asked) == 3 and all(isinstance(x, torch.Tensor) for x in asked)):
         raise ArgumentError(f"asked must be Features, tensors (q, k, v) or None, got {checks.describe(asked)}")
     _refuse_keywords([name for name in changed if name in OF_TENSORS], "tensors")
     q, k, v = asked
-    qo_len = q.shape[0] if q.dim() == 3 else 1
-    kv_len = k.shape[1 if options.kv_layout == "HND" else 0] if k.dim() == 3 else 0
-    mask_bytes = (qo_len * kv_len + 7) // 8
-    return Call(
+    call = Call(
         *(q, k, v, q.dim() == 2),
         kv_layout=options.kv_layout,
         pos_encoding_mode=options.pos_encoding_mode,
-        causal=options.causal,
-        packed_custom_mask=torch.empty(mask_bytes, dtype=torch.uint8, device=q.device) if options.custom_mask else None,
+        causal=options.causal and not options.custom_mask,
         window_left=options.window_left,
         logits_soft_cap=options.logits_soft_cap,
         o_dtype=None if options.o_dtype is None else checks.dtype_of("o_dtype", options.o_dtype),
-        sinks=torch.zeros(q.shape[-2], dtype=torch.float32, device=q.device) if options.sinks else None,
     )
+    problem = single.problem(call)
+    features = problem.settings.features._replace(custom_mask=options.custom_mask, sinks=options.sinks)
+    return problem._replace(settings=problem.settings._replace(features=features))
 
 
 def described(options: Namespace, **features: Any) -> Problem:
