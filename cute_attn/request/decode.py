@@ -17,7 +17,7 @@ from cute_attn.problem import DecodeProblem, Features, Scratch, Settings, draft_
 from cute_attn.request import caches, checks, operands
 from cute_attn.request.caches import cache_views, is_large
 from cute_attn.request.operands import ALIGNMENT, BLOCK_SCALES, Placement, Scales
-from cute_attn.request.settings import HALF, MAX_INDEX, MAX_KV_LEN, NOT_OPTIONS, Call, Stored, call_settings
+from cute_attn.request.settings import HALF, MAX_INDEX, MAX_KV_LEN, NOT_OPTIONS, Call, call_settings
 
 COUNTER_BYTES = 8 << 20  # of the workspace: zero before its first use, and left zero
 INDEX_DTYPES = (torch.int32, torch.uint32)
@@ -154,8 +154,7 @@ def _settings(
         o_dtype=o_dtype,
         enable_pdl=call.enable_pdl,
     )
-    stored = Stored(v.dtype, k.shape[3], k.shape[1])
-    return call_settings(given, stored, *options[len(NOT_OPTIONS) :])
+    return call_settings(given, v.dtype, k.shape[3], k.shape[1], *options[len(NOT_OPTIONS) :])
 
 
 # ---- lengths, tables, masks

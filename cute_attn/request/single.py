@@ -65,7 +65,7 @@ def problem(call: Call) -> Problem:
         decode=decode,
         half_aligned_kv=placed.half_aligned,
     )
-    settings = call_settings(features, (v.dtype, k_shape[2]), *options)
+    settings = call_settings(features, v.dtype, k_shape[2], 1, *options)
     features = settings.features
     q = operands.readable(q, k, v, placed)
     rows = (num_qo_heads,) if decode else (qo_len, num_qo_heads)
