@@ -439,7 +439,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper, Engi
 # ---- attention states: results over disjoint keys of the same queries
 
 
-@declare.operator("merge_state", fakes.merged_pair)
+@declare.operator("merge_state", fakes.merged)
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -517,7 +517,7 @@ def merge_state_in_place(
     s.copy_(merged_s)
 
 
-@declare.operator("merge_states", fakes.merged_states)
+@declare.operator("merge_states", fakes.merged)
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge any number of attention states of the same queries over disjoint keys.
 

@@ -5,6 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "ArtifactError",
+    "LayoutError",
+    "NotPlannedError",
+    "NotSupported",
+    "Refusal",
+    "RuntimeArgumentError",
+    "WorkspaceError",
+]
+
 
 class ArgumentError(ValueError):
     """An argument has a value, shape, dtype or device that no backend accepts.

@@ -26,6 +26,7 @@ QUERY_AXES = "[batch_size, q_len, num_heads, 576 or 512]"
 CACHE_AXES = "[num_pages, page_size, 1, 576], or 512 without rotated columns"
 # Bytes of a row of an 8-bit cache: latent e4m3 numbers, fp32 scales of their groups, rotated bfloat16 numbers.
 SCALES_AT, ROPE_AT, ROW_BYTES = LATENT, LATENT + 4 * LATENT // GROUP, LATENT + 4 * LATENT // GROUP + 2 * ROPE
+SPARSE_ARGUMENTS = "indices", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"
 
 
 class SchedMeta:
@@ -90,11 +91,9 @@ def flash_mla_with_kvcache(
     >>> out.shape, lse.shape
     (torch.Size([2, 1, 16, 512]), torch.Size([2, 16, 1]))
     """
-    for name, value in (
-        *(("indices", indices), ("topk_length", topk_length), ("extra_k_cache", extra_k_cache)),
-        *(("extra_indices_in_kvcache", extra_indices_in_kvcache), ("extra_topk_length", extra_topk_length)),
-    ):
-        if value is not None:
+    given = locals()
+    for name in SPARSE_ARGUMENTS:
+        if given[name] is not None:
             checks.refuse(f"sparse MLA ({name})", *SPARSE)
     if attn_sink is not None:
         instead = "sinks of trtllm_batch_decode_with_kv_cache_mla"

@@ -104,11 +104,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     qk_nope_head_dim : int >= 1, the head dimension before absorption; it changes nothing.
     kv_lora_rank, qk_rope_head_dim : 512 and 64, or 512 and 0 for models without rotated columns; others are refused.
     seq_lens : int32 `[batch_size]`, keys of each request in tokens, those of the query tokens included.
-    block_tables : int32 `[batch_size, max_pages]`, the page numbers of each request in order. Entries past a request's
-        last page are not read.
-    max_seq_len, skip_softmax_threshold_scale_factor, enable_pdl, return_lse, multi_ctas_kv_counter_buffer : as for
-        `trtllm_batch_decode_with_kv_cache`.
-    sparse_mla_top_k, sparse_mla_top_k_lens : refused unless 0 and None.
+    block_tables, max_seq_len, skip_softmax_threshold_scale_factor, enable_pdl, return_lse,
+        multi_ctas_kv_counter_buffer : as for `trtllm_batch_decode_with_kv_cache`.
     out : written and returned: query's shape with 512 on the last axis, of query's dtype, rows 16-byte aligned on a
         GPU. Default: a new tensor.
     bmm1_scale, bmm2_scale : finite numbers, or floating-point tensors of one element, which a GPU reads without
@@ -124,8 +121,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         cum_seq_lens_q[i] to cum_seq_lens_q[i + 1].
     max_q_len : int >= 1, the most query tokens of a request, with cum_seq_lens_q. Default: read from it, which
         synchronises on a GPU.
-    enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global : refused unless False, 1, 0 and None.
-    use_fp16_softmax : True is refused.
+    sparse_mla_top_k, sparse_mla_top_k_lens, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global,
+        use_fp16_softmax : refused unless they have their defaults (use_fp16_softmax: unless None or False).
     return_lse_base : "base2" (default, and None) or "basee": the logarithm of lse.
 
     Returns

@@ -158,26 +158,24 @@ def get_batch_indices_positions(
     indptr = appending.index_bounds("append_indptr", append_indptr).long()
     batch_size = indptr.numel() - 1
     lens = appending.integers("seq_lens", seq_lens, batch_size, indptr.device).long()
-    buffers = []
-    for name, buffer in (("batch_indices", batch_indices), ("positions", positions)):
-        if buffer is not None:
+    written: dict[str, Any] = {"batch_indices": batch_indices, "positions": positions}
+    for name, buffer in written.items():
+        if buffer is None:
+            written[name] = torch.empty(nnz, dtype=torch.int32, device=indptr.device)
+        else:
             checks.operand(name, buffer, (torch.int32,), (nnz,), "[nnz]", indptr.device, "device")
             checks.writable(name, buffer)
-        else:
-            buffer = torch.empty(nnz, dtype=torch.int32, device=indptr.device)
-        buffers.append(buffer)
-    written = zip(("batch_indices", "positions"), buffers, strict=True)
-    checks.apart(written, (("append_indptr", append_indptr), ("seq_lens", seq_lens)))
+    checks.apart(written.items(), (("append_indptr", append_indptr), ("seq_lens", seq_lens)))
+    of_request, of_token = written.values()
     row = torch.arange(nnz, device=indptr.device)
     if batch_size == 0:
-        buffers[0].fill_(-1), buffers[1].zero_()
-        return buffers[0], buffers[1]
+        return of_request.fill_(-1), of_token.zero_()
     request = torch.searchsorted(indptr[1:].contiguous(), row, right=True)
     appended = (row >= indptr[0]) & (request < batch_size)
     request = request.clamp(max=batch_size - 1)
-    buffers[0].copy_(torch.where(appended, request, -1))
-    buffers[1].copy_(torch.where(appended, lens[request] - (indptr[request + 1] - row), 0))
-    return buffers[0], buffers[1]
+    of_request.copy_(torch.where(appended, request, -1))
+    of_token.copy_(torch.where(appended, lens[request] - (indptr[request + 1] - row), 0))
+    return of_request, of_token
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:

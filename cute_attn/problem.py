@@ -87,6 +87,28 @@ class Settings(NamedTuple):
     # ^ token's range up to itself that it sees
 
 
+class Extras(NamedTuple):
+    """Tensors that a problem may lack, in the order in which kernels take them (`kernels.host.operands.ROLES`)."""
+
+    scale0: torch.Tensor | None = None  # one-element fp32 device tensors: two factors of sm_scale, and one of v_scale
+    scale1: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None  # [num_qo_heads] fp32, natural-log domain
+    mask: torch.Tensor | None = None  # uint8, bit (qo_idx * kv_len + kv_idx), little bit order; of a batch the bits of
+    # ^ a request from BatchLengths.mask_offset on. features.key_ranges: int32 [rows, 2], the first and the last key of
+    # ^ each token's range, (-1, -1) for none
+    scale_q: torch.Tensor | None = None  # features.per_head_scales: fp32 [num_qo_heads], and twice [num_kv_heads]
+    scale_k: torch.Tensor | None = None
+    scale_v: torch.Tensor | None = None
+    k_scales: torch.Tensor | None = None  # features.kv_block_scales: e4m3, k's and v's shapes with one number per 16
+    v_scales: torch.Tensor | None = None  # ^ elements of the last axis
+    q_pe: torch.Tensor | None = None  # of latent attention: rotated columns of q
+    ckv_scales: torch.Tensor | None = None  # [num_pages, page_size, groups] fp32, factors of groups of latent columns
+
+
+NO_EXTRAS = Extras()
+
+
 class Problem(NamedTuple):
     """One single-request call. Lengths count tokens. Last axes have unit stride; all other strides are free.
 
@@ -101,14 +123,7 @@ class Problem(NamedTuple):
     v: torch.Tensor  # like k, with head_dim_vo
     out: torch.Tensor  # [qo_len, num_qo_heads, head_dim_vo]
     lse: torch.Tensor | None  # [qo_len, num_qo_heads] fp32, base 2 times settings.lse_scale
-    packed_mask: torch.Tensor | None = None  # uint8, bit (qo_idx * kv_len + kv_idx), little bit order
-    scale_tensors: tuple[torch.Tensor, ...] = ()  # at most 2 one-element fp32 device tensors, factors of sm_scale
-    v_scale_tensor: torch.Tensor | None = None  # one-element fp32 device tensor, multiplied into v_scale
-    sinks: torch.Tensor | None = None  # [num_qo_heads] fp32, natural-log domain
-    head_scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    # ^ features.per_head_scales: fp32 scale_q [num_qo_heads], scale_k and scale_v [num_kv_heads]
-    block_scales: tuple[torch.Tensor, torch.Tensor] | None = None
-    # ^ features.kv_block_scales: e4m3, k's and v's shapes with one number per 16 elements of the last axis
+    extras: Extras = NO_EXTRAS
     key_bounds: torch.Tensor | None = None  # int32 [qo_len, 2]: rows of `BatchLengths.key_bounds`
 
 
@@ -127,13 +142,7 @@ class BatchProblem(NamedTuple):
     out: torch.Tensor  # [rows, num_qo_heads, head_dim_vo]
     lse: torch.Tensor | None  # [rows, num_qo_heads] fp32, base 2 times settings.lse_scale
     kv_indices: torch.Tensor | None = None  # paged: int32 page numbers
-    packed_mask: torch.Tensor | None = None  # uint8, like Problem.packed_mask from BatchLengths.mask_offset on;
-    # ^ features.key_ranges: int32 [rows, 2], the first and the last key of each token's range, (-1, -1) for none
-    scale_tensors: tuple[torch.Tensor, ...] = ()
-    v_scale_tensor: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
-    head_scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    block_scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    extras: Extras = NO_EXTRAS
     workspace: torch.Tensor | None = None  # uint8, on the device; its size is BatchLimits.workspace_bytes
 
 
@@ -353,10 +362,7 @@ class DecodeProblem(NamedTuple):
     scratch: Scratch
     qo_indptr: torch.Tensor | None = None  # [batch_size + 1] int32 or uint32: ragged queries
     draft_mask: torch.Tensor | None = None  # [num_tokens, words]: bit j of row r says whether r sees draft token j
-    scale_tensors: tuple[torch.Tensor, ...] = ()
-    v_scale_tensor: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
-    block_scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    extras: Extras = NO_EXTRAS
 
 
 Request = Problem | DecodeProblem  # runs without a plan

@@ -7,7 +7,6 @@ import torch
 from cute_attn.errors import ArgumentError
 from cute_attn.request import checks
 from cute_attn.request.trtllm_options import FP4Tensor
-from cute_attn.runtime import arch
 
 __all__ = [
     "FP4Tensor",
@@ -34,7 +33,7 @@ def get_device_sm_count(device: torch.device) -> int:
     ArgumentError (another device).
     """
     device = checks.usable_device("device", device)
-    return 0 if device.type == "cpu" else arch.multiprocessors(_index(device))
+    return 0 if device.type == "cpu" else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def get_compute_capability(device: torch.device) -> tuple[int, int]:
@@ -55,7 +54,7 @@ def get_compute_capability(device: torch.device) -> tuple[int, int]:
     device = checks.usable_device("device", device)
     if device.type != "cuda":
         raise ArgumentError(f"device must be a cuda device, got {device}")
-    return torch.cuda.get_device_capability(_index(device))
+    return torch.cuda.get_device_capability(device)
 
 
 def device_support_pdl(device: torch.device) -> bool:
@@ -99,7 +98,3 @@ def get_trtllm_gen_multi_ctas_kv_counter_bytes(batch_size: int, num_qo_heads: in
         checks.at_least(name, value, 0)
     counters = max(batch_size * num_qo_heads, sm_count)
     return -(-counters // 8) * 8 * 4
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index

@@ -174,7 +174,7 @@ def test_lines_of_documents() -> None:
 
 
 # The names that count are functools': nothing imports them from it.
-MEMO = re.compile(r"functools\.(?:lru_)?cache\b|(?<!def )\bonce\(|from functools import .*cache")
+MEMO = re.compile(r"functools\.(?:lru_)?cache\b|@once\b|(?<!def )\bonce\(|from functools import .*cache")
 UNBOUNDED = re.compile(r"functools\.(?:cache\b|lru_cache\((?:maxsize=)?None\b)(?:.*\n(?: *@.*\n)* *def (\w+))?")
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cute_attn.dispatch.capabilities import Load
     from cute_attn.dispatch.explain import Launch
     from cute_attn.kernels.host.batch import BatchSchedule
-    from cute_attn.problem import BatchLengths, Features, Problem
+    from cute_attn.problem import BatchLengths, Features
 
 CPU = "cpu"
 WORKSPACE_BYTES = 128 << 20  # of a batch: what callers are told to bring
@@ -93,29 +93,15 @@ def run(options: argparse.Namespace) -> int:
 
 def of_request(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> Asked:
     """Returns a request, as the functions without a plan run it."""
-    from cute_attn.dispatch import explain, select
-
-    problem = described(options, arch)
-    load = select.load_of(problem.settings, problem.qo_len)
-    title = f"qo_len {problem.qo_len}, kv_len {problem.kv_len}"
-    features, launch = problem.settings.features, explain.launch_of(problem, sms)
-    return Asked(features, load, launch, title, lambda family: ("", family.launches(problem, arch, sms)))
-
-
-def described(options: argparse.Namespace, arch: archs.Arch | None, **features: Any) -> Problem:
-    """Returns the request that the options describe. Its tensors are on the CPU, and it is planned as if they were on
-    the GPU. `features`: those that a batch has besides.
-    """
     import torch
 
-    from cute_attn.dispatch import explain
-    from cute_attn.request import single
+    from cute_attn.dispatch import explain, select
 
     check_sizes(options)
-    problem = single.problem(explain.described(options))
-    features |= {"device": torch.device("cpu" if arch is None else "cuda")}
-    settings = problem.settings._replace(features=problem.settings.features._replace(**features))
-    return problem._replace(settings=settings)
+    problem = explain.described(options, device=torch.device("cpu" if arch is None else "cuda"))
+    settings, launch = problem.settings, explain.launch_of(problem, sms)
+    load, title = select.load_of(settings, problem.qo_len), f"qo_len {problem.qo_len}, kv_len {problem.kv_len}"
+    return Asked(settings.features, load, launch, title, lambda family: ("", family.launches(problem, arch, sms)))
 
 
 def answer(options: argparse.Namespace, arch: archs.Arch | None, sms: int, asked: Asked) -> int:
@@ -175,7 +161,9 @@ def check_sizes(options: argparse.Namespace) -> None:
 
 def of_batch(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> Asked:
     """Returns a batch, as a wrapper plans it."""
-    from cute_attn.dispatch import select
+    import torch
+
+    from cute_attn.dispatch import explain, select
     from cute_attn.problem import BatchLimits
     from cute_attn.schedule.batch import typical_qo_len
 
@@ -183,9 +171,10 @@ def of_batch(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> 
     if options.page_size is not None and not options.custom_mask:  # kernels of decode could run it
         heads = options.num_qo_heads, options.num_kv_heads
         q_len = select.newest_bound(lengths.longest_qo, heads, options.causal) or None
-    planned_for: dict[str, Any] = {"kv_source": "ragged" if options.page_size is None else "paged"}
-    planned_for |= {"decode": q_len is not None, "half_aligned_kv": False}  # of alignment only a run knows
-    settings = described(options, arch, **planned_for).settings._replace(page_size=options.page_size or 1)
+    source = "ragged" if options.page_size is None else "paged"
+    device = torch.device("cpu" if arch is None else "cuda")
+    decode = q_len is not None
+    settings = explain.settings_of(options, options.page_size or 1, device=device, kv_source=source, decode=decode)
     limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=q_len)
     load = select.load_of(settings, q_len or typical_qo_len(lengths, limits), lengths.batch_size)
 

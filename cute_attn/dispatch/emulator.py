@@ -26,6 +26,7 @@ from cute_attn.problem import (
     BatchProblem,
     DecodeProblem,
     DeviceLengths,
+    Extras,
     Request,
     Settings,
 )
@@ -170,10 +171,10 @@ def _aligned(q: torch.Tensor) -> torch.Tensor:
 def _like(problem: Any) -> Any:
     """Returns a problem of the same layouts, without memory."""
 
-    def without_memory(value: object) -> object:
+    def without_memory(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return tuple(map(without_memory, value)) if type(value) is tuple else value
+        return Extras(*map(without_memory, value)) if isinstance(value, Extras) else value
 
     return problem._make(map(without_memory, problem))
 
@@ -219,6 +220,6 @@ def _tensors(name: str, value: object) -> dict[str, torch.Tensor]:
     """Returns the tensors of one field of a problem, by name."""
     if isinstance(value, torch.Tensor):
         return {name: value}
-    if isinstance(value, tuple):
-        return {f"{name}[{i}]": item for i, item in enumerate(value) if isinstance(item, torch.Tensor)}
+    if isinstance(value, Extras):
+        return {name: item for name, item in value._asdict().items() if item is not None}
     return {}

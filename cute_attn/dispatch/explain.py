@@ -12,9 +12,10 @@ from cute_attn.dispatch import select
 from cute_attn.dispatch.capabilities import BACKENDS, EMULATOR, Backend, Load, Pass
 from cute_attn.dispatch.families import FAMILIES
 from cute_attn.errors import ArgumentError, Refusal
-from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, DecodeProblem, Features, Problem, Request, Settings
-from cute_attn.request import checks, nvfp4, single
-from cute_attn.request.settings import Call
+from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, Features, Problem, Settings
+from cute_attn.request import batch_plan, checks, single
+from cute_attn.request.batch_plan import PlanOptions
+from cute_attn.request.settings import MAX_KV_LEN, Call
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
 
@@ -33,10 +34,12 @@ class Verdict(NamedTuple):
 
 Launch = tuple[Settings, BatchLengths, BatchLimits, int]  # what rules are asked; multiprocessors, 0: of a typical GPU
 NVFP4 = "nvfp4"  # a `kv_dtype` that torch has no name for
+NO_TENSORS: tuple[Any, ...] = (None,) * 5  # of a request in words
+PLAN_NAMES = {"head_dim_qk": "head_dim", "q_data_type": "dtype", "kv_data_type": "kv_dtype", "o_data_type": "o_dtype"}
 
 
 def explain(
-    asked: Features | Request | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    asked: Features | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     arch: str | Arch | None = None,
     rows: int | None = None,
     *,
@@ -100,14 +103,12 @@ def explain(
     checks.boolean("sinks", sinks)
     if rows is not None and (not isinstance(asked, Features) or checks.integer("rows", rows) < 1):
         raise ArgumentError(f"rows must be None, or at least 1 with Features, got {checks.describe(rows)}")
-    found, request = _arch(arch), asked if isinstance(asked, Problem) else None
-    if isinstance(asked, (Features, Problem, DecodeProblem)):
+    found, request, load = _arch(arch), None, Load(rows)
+    if isinstance(asked, Features):
         _refuse_keywords(changed, "Features")
-        features = asked if isinstance(asked, Features) else asked.settings.features
-        load = Load(rows) if isinstance(asked, Features) else select.load_of(asked.settings, asked.qo_len)
+        features = asked
     else:
-        call = described(options) if asked is None else _with_tensors(asked, options, changed)
-        request = single.problem(call)
+        request = described(options) if asked is None else _with_tensors(asked, options, changed)
         features = request.settings.features
         load = select.load_of(request.settings, request.qo_len)
         if asked is None and arch is None:
@@ -137,72 +138,53 @@ def _refuse_keywords(names: list[str], asked: str) -> None:
         raise ArgumentError(f"{', '.join(names)} must not be given with {asked}, which already tell")
 
 
-def _with_tensors(asked: Any, options: Namespace, changed: list[str]) -> Call:
-    """Return the call of tensors (q, k, v) with options, of which these are `changed`."""
+def _with_tensors(asked: Any, options: Namespace, changed: list[str]) -> Problem:
+    """Return the request of tensors (q, k, v) with options, of which these are `changed`."""
     if not (isinstance(asked, (tuple, list)) and len(asked) == 3 and all(isinstance(x, torch.Tensor) for x in asked)):
         raise ArgumentError(f"asked must be Features, tensors (q, k, v) or None, got {checks.describe(asked)}")
     _refuse_keywords([name for name in changed if name in OF_TENSORS], "tensors")
     q, k, v = asked
-    return _call(q, k, v, options)
-
-
-def described(options: Namespace) -> Call:
-    """Return the call of a single request in words: of the keywords of `explain`. Its tensors are never read or
-    written, so they take no memory.
-    """
-    head_dim_vo = options.head_dim if options.head_dim_vo is None else options.head_dim_vo
-    for name in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo"):
-        value = head_dim_vo if name == "head_dim_vo" else getattr(options, name)
-        if type(value) is not int or checks.integer(name, value) < 0:
-            raise ArgumentError(f"{name} must be an int >= 0, got {checks.describe(value)}")
-    q_dtype = checks.dtype_of("dtype", options.dtype)
-    kv_dtype = q_dtype if options.kv_dtype in (None, NVFP4) else checks.dtype_of("kv_dtype", options.kv_dtype)
-    kv_shape = (options.kv_len, options.num_kv_heads)
-    if options.kv_layout == "HND":
-        kv_shape = kv_shape[::-1]
-    head_dims = options.head_dim, head_dim_vo
-    decode = options.qo_len == 1 and not (options.causal or options.custom_mask or options.o_dtype)
-    tokens = () if decode else (options.qo_len,)
-    try:
-        q = torch.empty(*tokens, options.num_qo_heads, options.head_dim, dtype=q_dtype, device="cpu")
-        if options.kv_dtype == NVFP4:
-            (k, v), scales = _nvfp4_cache(kv_shape, head_dims)
-        else:
-            (k, v), scales = (torch.empty(*kv_shape, dim, dtype=kv_dtype, device="cpu") for dim in head_dims), None
-    except RuntimeError as error:  # more than there are addresses
-        raise ArgumentError(
-            f"no machine has tensors of qo_len {options.qo_len}, kv_len {options.kv_len}, {options.num_qo_heads} and "
-            f"{options.num_kv_heads} heads, head_dim {options.head_dim}: give lengths and heads that fit into memory"
-        ) from error
-    return _call(q, k, v, options)._replace(kv_cache_sf=scales)
-
-
-def _nvfp4_cache(
-    shape: tuple[int, ...], head_dims: tuple[int, int]
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Return k and v of an NVFP4 cache, and their block scales."""
-    if any(dim % nvfp4.BLOCK for dim in head_dims):
-        raise ArgumentError(f"head dimensions of NVFP4 must be multiples of {nvfp4.BLOCK}, got {head_dims}")
-    data = tuple(torch.empty(*shape, dim // 2, dtype=torch.uint8, device="cpu") for dim in head_dims)
-    scales = (torch.empty(*shape, dim // nvfp4.BLOCK, dtype=torch.float8_e4m3fn, device="cpu") for dim in head_dims)
-    return data, tuple(scales)
-
-
-def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Namespace) -> Call:
-    qo_len = q.shape[0] if q.dim() == 3 else 1
-    kv_len = k.shape[1 if options.kv_layout == "HND" else 0] if k.dim() == 3 else 0
-    mask_bytes = (qo_len * kv_len + 7) // 8
-    return Call(
+    call = Call(
         *(q, k, v, q.dim() == 2),
         kv_layout=options.kv_layout,
         pos_encoding_mode=options.pos_encoding_mode,
-        causal=options.causal,
-        packed_custom_mask=torch.empty(mask_bytes, dtype=torch.uint8, device=q.device) if options.custom_mask else None,
+        causal=options.causal and not options.custom_mask,
         window_left=options.window_left,
         logits_soft_cap=options.logits_soft_cap,
         o_dtype=None if options.o_dtype is None else checks.dtype_of("o_dtype", options.o_dtype),
-        sinks=torch.zeros(q.shape[-2], dtype=torch.float32, device=q.device) if options.sinks else None,
     )
+    problem = single.problem(call)
+    features = problem.settings.features._replace(custom_mask=options.custom_mask, sinks=options.sinks)
+    return problem._replace(settings=problem.settings._replace(features=features))
+
+
+def described(options: Namespace, **features: Any) -> Problem:
+    """Return a request in words, of the keywords of `explain`. It has no tensors."""
+    for name in ("qo_len", "kv_len"):
+        value = getattr(options, name)
+        if type(value) is not int or checks.integer(name, value) < 0:
+            raise ArgumentError(f"{name} must be an int >= 0, got {checks.describe(value)}")
+    checks.at_least("kv_len", options.kv_len, 0, MAX_KV_LEN)
+    decode = options.qo_len == 1 and not (options.causal or options.custom_mask or options.o_dtype)
+    problem = Problem(settings_of(options, decode=decode, **features), options.qo_len, options.kv_len, *NO_TENSORS)
+    batch_plan.check_rows(launch_of(problem)[1], options.num_qo_heads)
+    return problem
+
+
+def settings_of(options: Namespace, page_size: int = 1, **features: Any) -> Settings:
+    """Return the settings of a request or a batch in words. `features`: those that no keyword tells; of a device, the
+    CPU by default.
+    """
+    kv_dtype = "uint8" if options.kv_dtype == NVFP4 else options.kv_dtype
+    planned = PlanOptions(
+        *(options.num_qo_heads, options.num_kv_heads, options.head_dim, options.head_dim_vo),
+        *(options.dtype, kv_dtype, options.o_dtype, options.pos_encoding_mode, options.causal),
+        *(options.window_left, options.logits_soft_cap),
+    )
+    given = {"device": torch.device("cpu"), "custom_mask": options.custom_mask, **features}
+    with checks.renamed(PLAN_NAMES):
+        settings = batch_plan.plan_settings(planned, options.kv_layout, page_size, **given)
+    return settings._replace(features=settings.features._replace(sinks=options.sinks))
 
 
 def launch_of(problem: Problem, sms: int = 0) -> Launch:

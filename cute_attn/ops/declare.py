@@ -18,18 +18,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 Fake = Callable[[dict[str, Any]], Any]
 
 # Kinds of parameters, and for each annotation, without " | None", the types of the operator's arguments.
-PLAIN, TENSORS, NUMBER, DTYPE, UNUSED = "plain", "tensors", "number", "dtype", "unused"
+PLAIN, TENSORS, EITHER, UNUSED = "plain", "tensors", "either", "unused"
 TYPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "bool": (PLAIN, ("bool",)),
     "int": (PLAIN, ("SymInt",)),
     "float": (PLAIN, ("float",)),
     "str": (PLAIN, ("str",)),
     "torch.dtype": (PLAIN, ("ScalarType",)),
-    "torch.dtype | str": (DTYPE, ("ScalarType?", "str?")),
+    "torch.dtype | str": (EITHER, ("ScalarType?", "str?")),
     "torch.Tensor": (PLAIN, ("Tensor",)),
     "torch.Tensor | FP4Tensor": (PLAIN, ("Tensor",)),  # an FP4Tensor is refused
-    "float | torch.Tensor": (NUMBER, ("float?", "Tensor?")),
-    "Scale": (NUMBER, ("float?", "Tensor?")),
+    "float | torch.Tensor": (EITHER, ("float?", "Tensor?")),
+    "Scale": (EITHER, ("float?", "Tensor?")),
     "Cache": (TENSORS, ("Tensor[]",)),
     "torch.Tensor | Pair": (TENSORS, ("Tensor[]",)),
     "torch.Tensor | list[torch.Tensor]": (TENSORS, ("Tensor[]",)),

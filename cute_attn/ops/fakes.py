@@ -57,16 +57,10 @@ def latent_run(arguments: Arguments) -> Pair:
     return _attention(arguments, q_nope, q_nope.shape[-1], arguments["o_dtype"])
 
 
-def merged_pair(arguments: Arguments) -> Pair:
-    """Of `merge_state`."""
-    v, s = arguments["v_a"], arguments["s_a"]
-    return v.new_empty(v.shape), s.new_empty(s.shape, dtype=torch.float32)
-
-
-def merged_states(arguments: Arguments) -> Pair:
-    """Of `merge_states`."""
-    v, s = arguments["v"], arguments["s"]
-    return v.new_empty(v.shape[:1] + v.shape[2:]), s.new_empty(s.shape[:1] + s.shape[2:], dtype=torch.float32)
+def merged(arguments: Arguments) -> Pair:
+    """Of `merge_state` and `merge_states`: states may have an axis of their own behind the first one."""
+    v, s, *_ = arguments.values()
+    return v.new_empty(v.shape[:1] + v.shape[-2:]), s.new_empty(s.shape[:1] + s.shape[-1:], dtype=torch.float32)
 
 
 def nvfp4(arguments: Arguments) -> Pair:

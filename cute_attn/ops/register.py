@@ -14,7 +14,7 @@ import torch
 
 from cute_attn.errors import NotPlannedError, RuntimeArgumentError
 from cute_attn.ops import declare
-from cute_attn.ops.declare import DECLARED, DTYPE, NUMBER, TENSORS, UNUSED, Declaration, Parameter
+from cute_attn.ops.declare import DECLARED, EITHER, TENSORS, UNUSED, Declaration, Parameter
 from cute_attn.runtime.staging import is_capturing
 
 NAMESPACE = "cute_attn"
@@ -36,7 +36,7 @@ def arguments_by_name(parameters: tuple[Parameter, ...], flat: Sequence[Any]) ->
         if parameter.kind == UNUSED:
             continue
         value = next(values)
-        if parameter.kind in (NUMBER, DTYPE):
+        if parameter.kind == EITHER:
             other = next(values)
             value = other if value is None else value
         elif parameter.kind == TENSORS and value is not None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.ops.declare import DTYPE, NUMBER, TENSORS, UNUSED
+from cute_attn.ops.declare import EITHER, TENSORS, UNUSED
 from cute_attn.request import checks
 
 Arguments = dict[str, Any]
@@ -67,12 +67,8 @@ def _flat(kinds: str, arguments: Arguments) -> list[Any]:
                 raise ArgumentError(f"{name} must be None under torch.compile")
         elif kind == TENSORS:
             flat.append([value] if is_tensor else None if value is None else list(value))
-        elif kind == NUMBER:
-            flat.append(None if is_tensor else value)
-            flat.append(value if is_tensor else None)
-        elif kind == DTYPE:
-            flat.append(None if isinstance(value, str) else value)
-            flat.append(value if isinstance(value, str) else None)
+        elif kind == EITHER:
+            flat += (None, value) if is_tensor or isinstance(value, str) else (value, None)
         else:
             flat.append(value)
     return flat

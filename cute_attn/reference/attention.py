@@ -198,8 +198,9 @@ def run(problem: Problem, dtype: torch.dtype = torch.float64) -> None:
     """
     features = problem.settings.features
     q, k, v = problem.q, problem.k, problem.v
-    if problem.block_scales is not None:
-        k, v = (nvfp4_values(x, scales) for x, scales in zip((k, v), problem.block_scales, strict=True))
+    extras = problem.extras
+    if extras.k_scales is not None and extras.v_scales is not None:
+        k, v = nvfp4_values(k, extras.k_scales), nvfp4_values(v, extras.v_scales)
     if q.dim() == 2:
         q = q.unsqueeze(0)
     if problem.settings.kv_layout == "HND":
@@ -220,7 +221,7 @@ def run(problem: Problem, dtype: torch.dtype = torch.float64) -> None:
         v,
         logits=Logits(scale, problem.settings.logits_soft_cap, slopes),
         mask=_mask(problem),
-        sinks=problem.sinks,
+        sinks=extras.sinks,
         v_scale=v_scale,
         compute_dtype=dtype,
     )
@@ -231,7 +232,7 @@ def run(problem: Problem, dtype: torch.dtype = torch.float64) -> None:
 
 def _mask(problem: Problem) -> Mask:
     """Return the mask of a single request."""
-    settings, packed = problem.settings, problem.packed_mask
+    settings, packed = problem.settings, problem.extras.mask
     if problem.settings.features.key_ranges:
         window_left, range_window = settings.range_windows
         return Mask(True, window_left, ranges=packed, range_window=range_window)
@@ -256,8 +257,8 @@ def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:
         select = _tokens(problem, int(lengths.kv_start[i]), kv_len)
         first = 0 if lengths.mask_offset is None else int(lengths.mask_offset[i])
         part = rows if problem.settings.features.key_ranges else slice(first, None)
-        packed_mask = None if problem.packed_mask is None else problem.packed_mask[part]
-        request = _request(problem, rows, kv_len, select, packed_mask, problem.head_scales)
+        mask = None if problem.extras.mask is None else problem.extras.mask[part]
+        request = _request(problem, rows, kv_len, select, mask)
         if lengths.key_bounds is not None:
             bounds = torch.from_numpy(lengths.key_bounds[rows]).to(problem.q.device)
             request = request._replace(key_bounds=bounds)
@@ -274,8 +275,8 @@ def run_decode(problem: DecodeProblem) -> None:
     for i, kv_len in enumerate(kv_lens):
         rows = slice(qo_indptr[i], qo_indptr[i + 1])
         select = _page_tokens(problem.settings, problem.block_tables[i], kv_len)
-        packed_mask = None if problem.draft_mask is None else _packed_mask(problem.draft_mask[rows], kv_len)
-        run(_request(problem, rows, kv_len, select, packed_mask))
+        mask = None if problem.draft_mask is None else _packed_mask(problem.draft_mask[rows], kv_len)
+        run(_request(problem, rows, kv_len, select, mask))
 
 
 def _request(
@@ -283,11 +284,12 @@ def _request(
     rows: slice,
     kv_len: int,
     select: Select,
-    packed_mask: torch.Tensor | None,
-    head_scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    mask: torch.Tensor | None,
 ) -> Problem:
     """Return one request of a batch: rows of q, out and lse, and the tokens that `select` returns."""
-    scales = problem.block_scales
+    extras = problem.extras._replace(mask=mask)
+    if extras.k_scales is not None and extras.v_scales is not None:
+        extras = extras._replace(k_scales=select(extras.k_scales), v_scales=select(extras.v_scales))
     return Problem(
         problem.settings._replace(kv_layout="NHD"),
         rows.stop - rows.start,
@@ -297,17 +299,12 @@ def _request(
         select(problem.v),
         problem.out[rows],
         None if problem.lse is None else problem.lse[rows],
-        packed_mask=packed_mask,
-        scale_tensors=problem.scale_tensors,
-        v_scale_tensor=problem.v_scale_tensor,
-        sinks=problem.sinks,
-        head_scales=head_scales,
-        block_scales=None if scales is None else (select(scales[0]), select(scales[1])),
+        extras,
     )
 
 
 def _packed_mask(draft_mask: torch.Tensor, kv_len: int) -> torch.Tensor:
-    """Return `Problem.packed_mask` of a request's draft mask. Bit j of its row r says whether r sees draft token j,
+    """Return `Extras.mask` of a request's draft mask. Bit j of its row r says whether r sees draft token j,
     which is key kv_len - qo_len + j; keys before the draft are visible to all.
     """
     qo_len, words = draft_mask.shape
@@ -342,13 +339,11 @@ def _head_scales(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, to
     num_qo_heads, num_kv_heads = problem.settings.features.num_qo_heads, problem.settings.features.num_kv_heads
     ones = torch.ones(num_qo_heads, dtype=dtype, device=problem.q.device)
     scale, v_scale = ones * problem.settings.sm_scale, ones * problem.settings.v_scale
-    for factor in problem.scale_tensors:
-        scale = scale * factor.to(dtype).reshape(())
-    if problem.v_scale_tensor is not None:
-        v_scale = v_scale * problem.v_scale_tensor.to(dtype).reshape(())
-    if problem.head_scales is not None:
-        group = num_qo_heads // num_kv_heads
-        scale_q, scale_k, scale_v = (s.to(dtype) for s in problem.head_scales)
-        scale = scale * scale_q * scale_k.repeat_interleave(group)
-        v_scale = v_scale * scale_v.repeat_interleave(group)
+    e, group = problem.extras, num_qo_heads // num_kv_heads
+    of_scores = (e.scale0, 1), (e.scale1, 1), (e.scale_q, 1), (e.scale_k, group)
+    of_v = (e.v_scale, 1), (e.scale_v, group)
+    for product, factors in ((scale, of_scores), (v_scale, of_v)):
+        for factor, repeats in factors:
+            if factor is not None:
+                product *= factor.to(dtype).reshape(-1).repeat_interleave(repeats)
     return scale, v_scale

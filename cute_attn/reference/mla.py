@@ -12,17 +12,18 @@ from cute_attn.request.mla import GROUP, MlaLengths, MlaProblem
 
 def run(problem: MlaProblem) -> None:
     """Compute every request of `problem`, after reading the lengths. Rows of q that belong to none are not written."""
-    settings, lengths = problem.settings, problem.lengths
+    settings, lengths, extras = problem.settings, problem.lengths, problem.extras
     factor, v_scale = 1.0, settings.v_scale
-    if problem.scale is not None:
-        factor = problem.scale.item()
-    if problem.v_scale is not None:
-        v_scale *= problem.v_scale.item()
-    queries = torch.cat((settings.sm_scale * problem.q.double(), settings.rope_scale * problem.q_pe.double()), dim=-1)
+    if extras.scale0 is not None:
+        factor = extras.scale0.item()
+    if extras.v_scale is not None:
+        v_scale *= extras.v_scale.item()
+    assert extras.q_pe is not None
+    queries = torch.cat((settings.sm_scale * problem.q.double(), settings.rope_scale * extras.q_pe.double()), dim=-1)
     for index, rows in enumerate(_rows(lengths)):
         ckv, kpe = (_tokens(x, lengths, index) for x in (problem.k, problem.kpe))
-        if problem.ckv_scales is not None:
-            factors = _tokens(problem.ckv_scales, lengths, index).repeat_interleave(GROUP, dim=-1)
+        if extras.ckv_scales is not None:
+            factors = _tokens(extras.ckv_scales, lengths, index).repeat_interleave(GROUP, dim=-1)
             ckv = (ckv.float() * factors.float()).to(settings.dtype).double()  # as kernels multiply
         o, lse = attention(
             queries[rows],
@@ -30,7 +31,7 @@ def run(problem: MlaProblem) -> None:
             ckv[:, None],
             logits=Logits(factor),
             mask=Mask(settings.causal),
-            sinks=problem.sinks,
+            sinks=extras.sinks,
             v_scale=v_scale,
         )
         problem.out[rows] = o.to(problem.out.dtype)

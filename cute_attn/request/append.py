@@ -51,16 +51,14 @@ class PageTable(NamedTuple):
         if device.type == "cpu":
             self._check_values(cache.shape[0], page_size)
 
-    def destinations(self, nnz: int, cache: torch.Tensor) -> Destinations | None:
-        """Return where `nnz` rows go in a cache [num_pages, page_size, ...]; None: nothing to write."""
-        page_size = cache.shape[1]
-        if not nnz or not self.kv_indices.numel() or not cache.shape[0] or self.kv_indptr.numel() == 1:
-            return None
-        source, keep = _kept(self.batch_indices >= 0)
-        request, position = self.batch_indices.long()[source].clamp(min=0), self.positions.long()[source]
+    def of_rows(self, nnz: int, cache: torch.Tensor) -> torch.Tensor:
+        """Return the slot `page * page_size + offset` of each of `nnz` rows; -1 for none."""
+        keep, page_size = self.batch_indices >= 0, cache.shape[1]
+        if not self.kv_indices.numel() or self.kv_indptr.numel() == 1:
+            return torch.full_like(self.batch_indices, -1, dtype=torch.int64)
+        request, position = (torch.where(keep, x.long(), 0) for x in (self.batch_indices, self.positions))
         entry = torch.where(keep, self.kv_indptr.long()[request] + position // page_size, 0)
-        page = torch.where(keep, self.kv_indices.long()[entry], 0)
-        return Destinations(source, page, torch.where(keep, position % page_size, 0), keep.any())
+        return torch.where(keep, self.kv_indices.long()[entry] * page_size + position % page_size, -1)
 
     def _check_values(self, num_pages: int, page_size: int) -> None:
         """Check that every row to be written has a page. Reads values: for CPU tensors only."""
@@ -81,40 +79,35 @@ class SlotMapping(NamedTuple):
 
     slot_mapping: torch.Tensor
 
-    def destinations(self, nnz: int, cache: torch.Tensor) -> Destinations | None:
-        """Return where `nnz` rows go in a cache [num_pages, page_size, ...]; None: nothing to write."""
-        num_pages, page_size = cache.shape[:2]
-        if not nnz or not num_pages:
-            return None
-        slots = self.slot_mapping.long()
-        source, keep = _kept((slots >= 0) & (slots < num_pages * page_size))
-        slots = torch.where(keep, slots[source], 0)
-        return Destinations(source, slots // page_size, slots % page_size, keep.any())
+    def of_rows(self, nnz: int, cache: torch.Tensor) -> torch.Tensor:
+        """Return the slot of each of `nnz` rows."""
+        return self.slot_mapping.long()
 
 
 class OwnRows(NamedTuple):
     """Row t goes to page t of an output with pages of one token."""
 
-    def destinations(self, nnz: int, cache: torch.Tensor) -> Destinations | None:
-        """Return where `nnz` rows go in a cache [nnz, 1, ...]; None: nothing to write."""
-        row = torch.arange(nnz, device=cache.device)
-        return Destinations(row, row, torch.zeros_like(row), torch.ones_like(row[0], dtype=torch.bool)) if nnz else None
+    def of_rows(self, nnz: int, cache: torch.Tensor) -> torch.Tensor:
+        """Return the slot of each of `nnz` rows."""
+        return torch.arange(nnz, device=cache.device)
 
 
 Slots = PageTable | SlotMapping | OwnRows
 
 
-def _kept(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row to write for each row (itself if kept, else the first that is), and whether that one is kept."""
-    first = keep.to(torch.uint8).argmax()
-    source = torch.where(keep, torch.arange(keep.numel(), device=keep.device), first)
-    return source, keep[source]
+def destinations(slots: Slots, nnz: int, cache: torch.Tensor) -> Destinations:
+    """Return where `nnz` rows, at least one, go in a cache [num_pages, page_size, ...] that has a page."""
+    num_pages, page_size = cache.shape[:2]
+    slot = slots.of_rows(nnz, cache)
+    keep = (slot >= 0) & (slot < num_pages * page_size)
+    source = torch.where(keep, torch.arange(nnz, device=slot.device), keep.to(torch.uint8).argmax())
+    any_row = keep.any()
+    slot = torch.where(any_row, slot[source], 0)
+    return Destinations(source, slot // page_size, slot % page_size, any_row)
 
 
-def write_rows(cache: torch.Tensor, rows: torch.Tensor, destinations: Destinations | None) -> None:
+def write_rows(cache: torch.Tensor, rows: torch.Tensor, destinations: Destinations) -> None:
     """Write rows [nnz, num_kv_heads, n] to a view [num_pages, page_size, num_kv_heads, n] of a cache."""
-    if destinations is None:
-        return
     bits = BITS_DTYPES[cache.element_size()]
     cache, rows = cache.view(bits), rows.view(bits)
     first = cache[:1, :1].flatten(0, 1)
@@ -141,16 +134,19 @@ class Append(NamedTuple):
 
 def reference(append: Append) -> None:
     """Writes the rows by torch operations, on any device. CUDA graphs can capture them."""
-    destinations = append.slots.destinations(append.rows[0].shape[0], append.caches[0])
+    nnz, cache = append.rows[0].shape[0], append.caches[0]
+    if not nnz or not cache.shape[0]:
+        return
+    found = destinations(append.slots, nnz, cache)
     for i, (rows, cache) in enumerate(zip(append.rows, append.caches, strict=True)):
         if append.stored == "copy":
-            write_rows(cache, rows, destinations)
+            write_rows(cache, rows, found)
         elif append.stored == "nvfp4":
             data, block_scales = nvfp4.quantize(rows, _wide(append.scales[i]))
-            write_rows(cache, data, destinations)
-            write_rows(append.block_scales[i], block_scales, destinations)
+            write_rows(cache, data, found)
+            write_rows(append.block_scales[i], block_scales, found)
         else:
-            write_rows(cache, nvfp4.quantize_fp8(rows, _wide(append.scales[i]), cache.dtype), destinations)
+            write_rows(cache, nvfp4.quantize_fp8(rows, _wide(append.scales[i]), cache.dtype), found)
 
 
 def _wide(scale: Scale) -> Scale:

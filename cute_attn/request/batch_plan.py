@@ -17,7 +17,7 @@ from cute_attn.problem import NO_LENGTHS, BatchLengths, Features, Lengths, Setti
 from cute_attn.request import checks, index_arrays, positional
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.operands import check_workspace
-from cute_attn.request.settings import MAX_INDEX, MAX_ROWS, Stored, call_settings, once
+from cute_attn.request.settings import MAX_INDEX, MAX_ROWS, call_settings, once
 
 UNSET = -1  # FlashInfer's number for a `fixed_split_size` that is not given
 JIT_REASON = "variants written in CUDA are not part of this library"
@@ -90,10 +90,10 @@ def plan_settings(options: PlanOptions, kv_layout: str, page_size: int, **featur
         kv_block_scales=packing == 2,
         **features,
     )
-    stored = Stored(kv_dtype, head_dim_qk // packing, page_size)
+    stored = kv_dtype, head_dim_qk // packing, page_size
     *first, lse_base = options[PlanOptions._fields.index("pos_encoding_mode") :]  # in the order of `Call`
     try:  # not `checks.renamed`, whose context costs every plan 1 us
-        return call_settings(given, stored, kv_layout, *first, None, None, None, o_dtype, False, None, lse_base)
+        return call_settings(given, *stored, kv_layout, *first, None, None, None, o_dtype, False, None, lse_base)
     except (ArgumentError, ArgumentTypeError) as error:
         checks.rename(error, PLAN_NAMES)
         raise
@@ -123,7 +123,7 @@ def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Spli
     return Splits(None, True) if disable_split_kv else Splits(tokens, False)
 
 
-@once()
+@once
 def prefill_arguments(
     page_size: Any,
     use_fp16_qk_reduction: Any,
@@ -143,7 +143,7 @@ def prefill_arguments(
     return PlanRequest(given, splits(fixed_split_size, disable_split_kv, size), size)
 
 
-@once()
+@once
 def decode_arguments(
     page_size: Any,
     non_blocking: Any,

@@ -50,8 +50,7 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
     _check_operands(plan, q, k, v)
     placed = operands.placement(q, k, v)
     q = operands.readable(q, k, v, placed)
-    if run.return_lse is not True and run.return_lse is not False:
-        checks.boolean("return_lse", run.return_lse)
+    checks.boolean("return_lse", run.return_lse)
     sf, loose = run.kv_cache_sf, False
     if plan.settings.features.kv_block_scales or sf is not None:
         sf = _block_scales(plan, sf, k, v)
@@ -68,7 +67,7 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
             checks.as_planned(agrees, "window_left", run.window_left, planned_window, "None or ")
         scales = operands.split_scales(q.device, run.q_scale, run.k_scale, run.v_scale)
         if plan.run_settings is None:
-            plan.run_settings = once(trusted=2)(functools.partial(_add_run_options, plan))
+            plan.run_settings = once(functools.partial(_add_run_options, plan))
         needed = settings.features._replace(
             positive_scale=not scales.of_scores,
             per_head_scales=run.head_scales is not None,
@@ -79,7 +78,7 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
             half_aligned_kv=placed.half_aligned,
         )
         windows = NO_WINDOWS if run.ranges is None else run.ranges.windows()
-        settings = plan.run_settings(needed, windows, scales.q, scales.k, scales.v, run.enable_pdl)
+        settings = plan.run_settings(needed, *windows, scales.q, scales.k, scales.v, run.enable_pdl)
     features = settings.features
     sinks = None if run.sinks is None else operands.per_head("sinks", run.sinks, features.num_qo_heads, q.device)
 
@@ -93,22 +92,10 @@ def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:
             out[:first] = 0
         if lse is not None and run.lse is None:
             lse[:first] = -torch.inf
-    return BatchProblem(
-        settings,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        plan.lengths.kv_indices,
-        plan.packed_mask if run.ranges is None else run.ranges.tensor(plan.rows, q.device),
-        scales.of_scores,
-        scales.of_v,
-        sinks,
-        None if run.head_scales is None else operands.check_head_scales(run.head_scales, features),
-        sf,
-        plan.workspace,
-    )
+    mask = plan.packed_mask if run.ranges is None else run.ranges.tensor(plan.rows, q.device)
+    head_scales = None if run.head_scales is None else operands.check_head_scales(run.head_scales, features)
+    extras = operands.extras(scales, mask, sinks, head_scales, sf)
+    return BatchProblem(settings, q, k, v, out, lse, plan.lengths.kv_indices, extras, plan.workspace)
 
 
 def fewer_heads(plan: BatchPlan, arguments: RunArguments) -> dict[str, int] | None:
@@ -154,7 +141,8 @@ def lse_form(plan: BatchPlan, arguments: RunArguments, lse_base: Any, lse_layout
 def _add_run_options(
     plan: BatchPlan,
     needed: Features,
-    range_windows: tuple[int, int],
+    causal_window_left: int,
+    range_window_left: int,
     q_scale: Any,
     k_scale: Any,
     v_scale: Any,
@@ -178,7 +166,7 @@ def _add_run_options(
         sm_scale=sm_scale,
         v_scale=s.v_scale * v_factor,
         enable_pdl=enable_pdl,
-        range_windows=range_windows,
+        range_windows=(causal_window_left, range_window_left),
     )
 
 

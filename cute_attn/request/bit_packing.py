@@ -46,10 +46,9 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
 
     Parameters
     ----------
-    x : `[n]`, any dtype; an element counts as 1 where it is not zero.
+    x, bitorder : as for `packbits`; bytes are those of a segment.
     indptr : `[num_segments + 1]` integers on x's device, not decreasing, within 0..n. Elements outside
         `indptr[0]:indptr[-1]` belong to no segment and are left out.
-    bitorder : "big" puts a segment's element 8b into bit 7 of its byte b, "little" into bit 0.
 
     Returns
     -------

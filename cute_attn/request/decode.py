@@ -17,7 +17,7 @@ from cute_attn.problem import DecodeProblem, Features, Scratch, Settings, draft_
 from cute_attn.request import caches, checks, operands
 from cute_attn.request.caches import cache_views, is_large
 from cute_attn.request.operands import ALIGNMENT, BLOCK_SCALES, Placement, Scales
-from cute_attn.request.settings import HALF, MAX_INDEX, MAX_KV_LEN, NOT_OPTIONS, Call, Stored, call_settings
+from cute_attn.request.settings import HALF, MAX_INDEX, MAX_KV_LEN, NOT_OPTIONS, Call, call_settings
 
 COUNTER_BYTES = 8 << 20  # of the workspace: zero before its first use, and left zero
 INDEX_DTYPES = (torch.int32, torch.uint32)
@@ -107,25 +107,10 @@ def decode_problem(call: DecodeCall) -> DecodeProblem:
         if checks.tensor("sinks", sinks).dim() != 1 and sinks.numel() == settings.features.num_qo_heads:
             sinks = sinks.reshape(-1)  # given in any shape
         sinks = operands.per_head("sinks", sinks, settings.features.num_qo_heads, device)
-    return DecodeProblem(
-        settings,
-        qo_len,
-        query,
-        k,
-        v,
-        out,
-        lse,
-        block_tables,
-        seq_lens,
-        min(block_tables.shape[1] * settings.page_size, MAX_KV_LEN),
-        scratch,
-        qo_indptr,
-        None if call.mask is None else _draft_mask(call.mask, num_tokens, qo_len, device),
-        found.of_scores,
-        found.of_v,
-        sinks,
-        block_scales,
-    )
+    draft_mask = None if call.mask is None else _draft_mask(call.mask, num_tokens, qo_len, device)
+    extras = operands.extras(found, None, sinks, None, block_scales)
+    lengths = block_tables, seq_lens, min(block_tables.shape[1] * settings.page_size, MAX_KV_LEN)
+    return DecodeProblem(settings, qo_len, query, k, v, out, lse, *lengths, scratch, qo_indptr, draft_mask, extras)
 
 
 # ---- settings
@@ -169,8 +154,7 @@ def _settings(
         o_dtype=o_dtype,
         enable_pdl=call.enable_pdl,
     )
-    stored = Stored(v.dtype, k.shape[3], k.shape[1])
-    return call_settings(given, stored, *options[len(NOT_OPTIONS) :])
+    return call_settings(given, v.dtype, k.shape[3], k.shape[1], *options[len(NOT_OPTIONS) :])
 
 
 # ---- lengths, tables, masks
@@ -259,7 +243,7 @@ def before_launch(problem: DecodeProblem, call: DecodeCall, values: bool) -> Non
     written = [("workspace_buffer", scratch.partial_buffer), ("out", problem.out), ("lse", problem.lse)]
     if scratch.counter_buffer is not scratch.partial_buffer:
         written.insert(0, ("semaphores", scratch.counter_buffer))
-    scales = problem.block_scales or (None, None)
+    scales = problem.extras.k_scales, problem.extras.v_scales
     read = zip(READ, (call.query, problem.k, problem.v, *scales, *call[OF_LAUNCH]), strict=True)
     checks.apart((*written, ("lse", call.lse_copy)), (*read, *call.form.factors))
     if values:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.problem import Scratch
+from cute_attn.problem import Extras, Scratch
 from cute_attn.request import caches, checks, index_arrays, operands
 from cute_attn.request.caches import UsedPages
 from cute_attn.request.settings import HALF, LSE_BASES, MAX_INDEX, MAX_KV_LEN
@@ -152,16 +152,12 @@ class MlaProblem(NamedTuple):
     settings: MlaSettings
     lengths: MlaLengths
     q: torch.Tensor  # [num_tokens, num_heads, LATENT]
-    q_pe: torch.Tensor  # [num_tokens, num_heads, ROPE], or [..., 0]
     k: torch.Tensor  # [num_pages, page_size, LATENT]: values too
     kpe: torch.Tensor  # [num_pages, page_size, ROPE], or [..., 0]
     out: torch.Tensor  # [num_tokens, num_heads, LATENT]
     lse: torch.Tensor | None  # [num_tokens, num_heads] fp32
     scratch: Scratch
-    scale: torch.Tensor | None = None  # one-element fp32 device tensors: factors of scores and of values
-    v_scale: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None  # [num_heads] fp32, natural-log domain
-    ckv_scales: torch.Tensor | None = None  # [num_pages, page_size, LATENT / GROUP] fp32, factors of groups of k
+    extras: Extras  # q_pe among them: [num_tokens, num_heads, ROPE], or [..., 0]
 
     @property
     def v(self) -> torch.Tensor:  # where launches of other problems take it
@@ -263,8 +259,10 @@ def mla_problem(call: MlaCall, lengths: MlaLengths) -> MlaProblem:
     q, _, ckv, kpe, scales_of_groups, *_ = call
     checks.device("workspace_buffer", call.workspace_buffer, q.device)
     checks.device("kv_indices", lengths.kv_indices, q.device)
-    sm_scale, scale = _scale("bmm1_scale", call.bmm1_scale, q.device)
-    v_number, v_scale = _scale("bmm2_scale", call.bmm2_scale, q.device)
+    sm_scale, scale = operands.split_scale("bmm1_scale", call.bmm1_scale, q.device)
+    sm_scale = checks.real("bmm1_scale", sm_scale)
+    v_number, v_scale = operands.split_scale("bmm2_scale", call.bmm2_scale, q.device)
+    v_number = checks.real("bmm2_scale", v_number)
     if call.enable_pdl is not None:
         checks.boolean("enable_pdl", call.enable_pdl)
     scales = ("ckv_scale", call.ckv_scale), ("kpe_scale", call.kpe_scale)
@@ -292,13 +290,8 @@ def mla_problem(call: MlaCall, lengths: MlaLengths) -> MlaProblem:
     read = given._replace(workspace_buffer=None, out=None, lse=None)._asdict() | lengths.arrays()
     checks.apart(written, read.items())
     sinks = None if call.sinks is None else operands.per_head("sinks", call.sinks, q.shape[1], q.device)
-    return MlaProblem(settings, lengths, *call[:4], out, lse, scratch, scale, v_scale, sinks, scales_of_groups)
-
-
-def _scale(name: str, value: Any, device: torch.device) -> tuple[float, torch.Tensor | None]:
-    """Return a scale as a number and a factor on the device."""
-    number, on_device = operands.split_scale(name, value, device)
-    return (1.0, on_device[0]) if on_device else (checks.real(name, number), None)
+    extras = Extras(scale, None, v_scale, sinks, q_pe=call.q_pe, ckv_scales=scales_of_groups)
+    return MlaProblem(settings, lengths, q, ckv, kpe, out, lse, scratch, extras)
 
 
 def check_values(problem: MlaProblem) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import Features, Scratch
+from cute_attn.problem import NO_EXTRAS, Extras, Features, Scratch
 from cute_attn.request import checks
 from cute_attn.request.settings import NVFP4_BLOCK
 
@@ -148,21 +148,23 @@ def split_scales(device: torch.device, q: Any, k: Any, v: Any, names: Sequence[s
     q, of_q = split_scale(names[0], q, device)
     k, of_k = split_scale(names[1], k, device)
     v, of_v = split_scale(names[2], v, device)
-    return Scales(q, k, v, of_q + of_k, of_v[0] if of_v else None)
+    return Scales(q, k, v, tuple(x for x in (of_q, of_k) if x is not None), of_v)
 
 
-def split_scale(name: str, value: Any, device: torch.device) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    """Return (number, device tensors) of a scale: a CPU tensor is read here, a GPU tensor by the kernel."""
+def split_scale(name: str, value: Any, device: torch.device) -> tuple[Any, torch.Tensor | None]:
+    """Return a scale as a number and a factor of it on the device, or None: a CPU tensor is read here, a GPU tensor by
+    the kernel.
+    """
     if not isinstance(value, torch.Tensor):
-        return value, ()
+        return value, None
     if value.numel() != 1 or not value.dtype.is_floating_point:
         accepted = "a number or a floating-point tensor of one element"
         raise checks.wrong(f"{name} must be {accepted}", value, ArgumentTypeError)
     checks.check_grad(name, checks.stored(name, value))
     if value.device.type == "cpu":
-        return value.item(), ()
+        return value.item(), None
     checks.device(name, checks.stored(name, value), device)
-    return None, (value.to(torch.float32),)
+    return 1.0, value.to(torch.float32)
 
 
 def scaled(name: str, scale: Any, factor: float) -> Any:
@@ -176,8 +178,8 @@ def number_or_tensor(name: str, value: Any, device: torch.device) -> float | tor
     """Check a scale that must be given, and return a number or an fp32 tensor on the device: products of narrower ones
     would be rounded, and might overflow.
     """
-    number, tensors = split_scale(name, value, device)
-    return tensors[0] if tensors else checks.real(name, number)
+    number, factor = split_scale(name, value, device)
+    return checks.real(name, number) if factor is None else factor
 
 
 def check_block_scales(scales: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,6 +247,21 @@ def check_bounds(name: str, bounds: Sequence[int], most: int) -> None:
                 f"{name} must not decrease, nor give a request more than {most} rows: "
                 f"got {end} after {begin} (request {i})"
             )
+
+
+def extras(
+    scales: Scales,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    head_scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    block_scales: tuple[torch.Tensor, torch.Tensor] | None,
+) -> Extras:
+    """Return the optional tensors of a problem, which are checked."""
+    if not scales.of_scores and scales.of_v is mask is sinks is head_scales is block_scales is None:
+        return NO_EXTRAS
+    scale0, scale1, *_ = *scales.of_scores, None, None
+    heads, blocks = head_scales or (None, None, None), block_scales or (None, None)
+    return Extras(scale0, scale1, scales.of_v, sinks, mask, *heads, *blocks)
 
 
 # ---- outputs and workspaces

@@ -34,38 +34,34 @@ MAX_ROWS = 1 << 30  # tokens x heads of q
 MIN_SCALE = torch.finfo(torch.float32).tiny  # factor of the scores in the exponent: with 0, 0 * -inf is NaN
 MAX_SOFT_CAP = 2.0**100  # soft caps are clamped to [2^-100, 2^100]: beyond, 1 / cap is 0 or infinite in fp32
 MAX_INDEX = (1 << 31) - 1  # kernels count rows of q, of ragged k and v, and entries of page tables in 32 bits
-IMMUTABLE = (numbers.Number, str, torch.dtype, type(None))
+IMMUTABLE = (numbers.Number, str, torch.dtype, type(None), Features)
 CACHE_SIZE = 256  # results that are kept: more than the layers of a model have
 
 T = TypeVar("T")
 
 
-def once(trusted: int = 0) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorate a pure function of positional arguments, the first `trusted` of which do not come from the user, to be
-    computed once for equal arguments of equal types: 1, 1.0 and True are equal, but no option takes all three. Errors
-    are not kept, nor results of arguments that have no hash, may change their value or are large. The memo is `kept` of
-    the result.
+def once(check: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a pure function of positional arguments to be computed once for equal arguments of equal types: 1, 1.0
+    and True are equal, but no option takes all three. Errors are not kept, nor results of arguments that have no hash,
+    may change their value or are large. The memo is `kept` of the result.
     """
 
-    def decorated(check: Callable[..., T]) -> Callable[..., T]:
-        @functools.lru_cache(CACHE_SIZE, typed=True)
-        def kept(*arguments: Any) -> T:
-            if not all(isinstance(argument, IMMUTABLE) for argument in arguments[trusted:]):
-                raise TypeError("an argument may change its value, or is large: a tensor, an array, any object")
-            return check(*arguments)
+    @functools.lru_cache(CACHE_SIZE, typed=True)
+    def kept(*arguments: Any) -> T:
+        if not all(isinstance(argument, IMMUTABLE) for argument in arguments):
+            raise TypeError("an argument may change its value, or is large: a tensor, an array, any object")
+        return check(*arguments)
 
-        @functools.wraps(check)
-        def checked(*arguments: Any) -> T:
-            try:
-                return kept(*arguments)
-            except TypeError:  # an argument has no hash, is wrong, or must not be kept
-                pass
-            return check(*arguments)
+    @functools.wraps(check)
+    def checked(*arguments: Any) -> T:
+        try:
+            return kept(*arguments)
+        except TypeError:  # an argument has no hash, is wrong, or must not be kept
+            pass
+        return check(*arguments)
 
-        checked.__dict__["kept"] = kept
-        return checked
-
-    return decorated
+    checked.__dict__["kept"] = kept
+    return checked
 
 
 class Call(NamedTuple):
@@ -102,24 +98,14 @@ class Call(NamedTuple):
 NOT_OPTIONS = (None,) * Call._fields.index("kv_layout")
 
 
-class Stored(NamedTuple):
-    """What the tensors of a call decide besides features, without lengths and addresses. An element of NVFP4 holds two
-    values.
+@once
+def call_settings(given: Features, v_dtype: torch.dtype, head_dim_k: int, page_size: int, *options: Any) -> Settings:
+    """Check what tensors decide, and the options of a `Call`, in order, and return the settings they decide. `given`:
+    the features that tensors decide, its scale positive unless a factor is a tensor on the device; options decide the
+    others. Head dimensions of k and v count elements, of which one of NVFP4 holds two values.
     """
-
-    v_dtype: torch.dtype
-    head_dim_k: int  # elements of a row
-    page_size: int = 1
-
-
-@once(trusted=2)
-def call_settings(given: Features, fields: tuple[Any, ...], *options: Any) -> Settings:
-    """Check the fields of a `Stored` and the options of a `Call`, in order, and return the settings they decide.
-    `given`: the features that tensors decide, its scale positive unless a factor is a tensor on the device; options
-    decide the others. Its head dimension of v counts elements.
-    """
-    stored, call = Stored(*fields), Call._make((*NOT_OPTIONS, *options))
-    _check_structure(given, stored)
+    call = Call._make((*NOT_OPTIONS, *options))
+    _check_structure(given, v_dtype)
     cap = checks.real("logits_soft_cap", call.logits_soft_cap, 0.0)
     soft_cap = min(max(cap, 1 / MAX_SOFT_CAP), MAX_SOFT_CAP) if cap > 0 else 0.0  # 0: none
     sm_scale = checks.real("sm_scale", call.sm_scale, given.head_dim_qk**-0.5)
@@ -129,7 +115,7 @@ def call_settings(given: Features, fields: tuple[Any, ...], *options: Any) -> Se
     if call.enable_pdl is not None:
         checks.boolean("enable_pdl", call.enable_pdl)
     return Settings(
-        _features(given, stored, call, soft_cap > 0, given.positive_scale and sm_scale >= MIN_SCALE),
+        _features(given, head_dim_k, call, soft_cap > 0, given.positive_scale and sm_scale >= MIN_SCALE),
         checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS),
         (checks.boolean("causal", call.causal) and not given.custom_mask) or given.multi_item,
         max(-1, min(checks.whole("window_left", call.window_left), MAX_KV_LEN)),
@@ -140,16 +126,16 @@ def call_settings(given: Features, fields: tuple[Any, ...], *options: Any) -> Se
         checks.positive("rope_theta", call.rope_theta, 1e4),
         call.enable_pdl,
         LSE_BASES[checks.choice("lse_base", call.lse_base, tuple(LSE_BASES))],
-        stored.page_size,
+        page_size,
     )
 
 
-def _features(given: Features, stored: Stored, call: Call, soft_cap: bool, positive_scale: bool) -> Features:
+def _features(given: Features, head_dim_k: int, call: Call, soft_cap: bool, positive_scale: bool) -> Features:
     packing = 2 if given.kv_dtype == torch.uint8 else 1  # values per element of storage
     head_dim_qk, head_dim_vo = given.head_dim_qk, given.head_dim_vo * packing
-    if stored.head_dim_k * packing != head_dim_qk:
+    if head_dim_k * packing != head_dim_qk:
         raise RuntimeArgumentError(
-            f"q and k must have the same head dimension, got {head_dim_qk} and {stored.head_dim_k * packing}"
+            f"q and k must have the same head dimension, got {head_dim_qk} and {head_dim_k * packing}"
         )
     if packing == 2 and (head_dim_qk % NVFP4_BLOCK or head_dim_vo % NVFP4_BLOCK):
         raise ArgumentError(
@@ -174,9 +160,9 @@ def check_device(device: torch.device) -> None:
         raise ArgumentError(f"q must be on a {' or '.join(DEVICES)} device, got {device}")
 
 
-def _check_structure(given: Features, stored: Stored) -> None:
+def _check_structure(given: Features, v: torch.dtype) -> None:
     check_device(given.device)
-    q, k, v = given.q_dtype, given.kv_dtype, stored.v_dtype
+    q, k = given.q_dtype, given.kv_dtype
     if k != v:
         raise ArgumentError(f"k and v must have the same dtype, got {checks.short(k)} and {checks.short(v)}")
     checks.dtype("q", q, Q_DTYPES)

@@ -65,7 +65,7 @@ def problem(call: Call) -> Problem:
         decode=decode,
         half_aligned_kv=placed.half_aligned,
     )
-    settings = call_settings(features, (v.dtype, k_shape[2]), *options)
+    settings = call_settings(features, v.dtype, k_shape[2], 1, *options)
     features = settings.features
     q = operands.readable(q, k, v, placed)
     rows = (num_qo_heads,) if decode else (qo_len, num_qo_heads)
@@ -73,22 +73,14 @@ def problem(call: Call) -> Problem:
     out, lse = operands.outputs(q, buffers, (features.head_dim_vo, features.o_dtype), rows, axes)
     if call.out is not None or call.lse is not None:
         _keep_apart(given)
-    return Problem(
-        settings,
-        qo_len,
-        kv_len,
-        q,
-        k,
-        v,
-        out,
-        lse,
+    extras = operands.extras(
+        scales,
         _mask(call, (qo_len, kv_len)) if features.custom_mask else None,
-        scales.of_scores,
-        scales.of_v,
         operands.per_head("sinks", sinks, num_qo_heads, device) if features.sinks else None,
         operands.check_head_scales(head_scales, features) if features.per_head_scales else None,
         operands.check_block_scales(kv_cache_sf, k, v) if features.kv_block_scales else None,
     )
+    return Problem(settings, qo_len, kv_len, q, k, v, out, lse, extras)
 
 
 def _refuse_operands(call: Call) -> None:

@@ -226,28 +226,22 @@ def xqa(
     k_cache, v_cache : `[num_pages, page_size, num_kv_heads, head_dim]` ("NHD") or `[num_pages, num_kv_heads, page_size,
         head_dim]` ("HND"); dtypes and strides as for kv_cache of `xqa_batch_decode_with_kv_cache`.
     page_table, seq_lens : block_tables and seq_lens of `xqa_batch_decode_with_kv_cache`, and checked where those are.
-    output : written: as many elements as q in the same order, tokens at equal distances; float16, bfloat16 or
-        float8_e4m3fn (saturated; on a GPU from compute capability 9.0). No memory in common with q and the caches.
+    output : written: as many elements as q in the same order, tokens at equal distances; dtypes as of out of
+        `xqa_batch_decode_with_kv_cache`, and no memory in common with q and the caches.
     workspace_buffer : of any dtype and size, contiguous: partial results.
     semaphores : of any dtype and size, contiguous; 0 before the first use, and left 0. Two streams must not use either
         buffer at once. FlashInfer needs a word per request, kv head and block of query rows; a launch here needs up to
         4 KiB, and partial results of a few MiB. Where either buffer is smaller, or not 16-byte aligned, the launch uses
         memory of its own instead, as `xqa_batch_decode_with_kv_cache` says.
     num_kv_heads, page_size : int, those of k_cache; page_size in tokens.
-    sinks, enable_pdl : as for `xqa_batch_decode_with_kv_cache`.
-    q_scale, kv_scale : finite numbers, or floating-point tensors of one element; a tensor on the GPU is read by the
-        kernel. Default 1.
+    sinks, enable_pdl, mask, q_cu_seq_lens, backend : as for `xqa_batch_decode_with_kv_cache`.
+    q_scale, kv_scale : numbers or tensors, as bmm1_scale of it. Default 1.
     sliding_win_size : number of keys that a row sees, its own included; 0 (default): no window.
     kv_layout : "NHD" (default) or "HND".
     sm_count : None (default), or the number of multiprocessors of the device, all of which the grid uses.
     rcp_out_scale : number > 0, the reciprocal of the output's scale. Default 1.
     q_seq_len : query tokens per request; with q_cu_seq_lens, the most that any request has. Default 1.
-    mask : bits of draft tokens, as for `xqa_batch_decode_with_kv_cache`. Default: causal.
-    q_cu_seq_lens : int32 or uint32 `[batch_size + 1]`: query tokens of request i are rows q_cu_seq_lens[i] to
-        q_cu_seq_lens[i + 1]. Default: q_seq_len tokens of every request.
-    k_sf_cache, v_sf_cache : block scales of NVFP4 caches, given together: like the caches with head_dim / 16 on the
-        last axis, e4m3, or its bytes as uint8. Default: none.
-    backend : as for `xqa_batch_decode_with_kv_cache`.
+    k_sf_cache, v_sf_cache : block scales of NVFP4 caches, given together: the two of kv_cache_sf there. Default: none.
 
     Returns
     -------

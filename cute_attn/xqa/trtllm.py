@@ -80,7 +80,6 @@ def trtllm_batch_decode_with_kv_cache(
         request. An `FP4Tensor` is refused.
     out_dtype : dtype of a new out, or its name: float16, bfloat16 or float8_e4m3fn; a given out must have it. Default:
         query's. "nvfp4" is refused.
-    o_sf_scale, o_sf_vec_size : arguments of NVFP4 output; refused unless None.
     sinks : as there, or a list of one such tensor. Default: none.
     kv_layout : "HND" (default) or "NHD", of kv_cache and kv_cache_sf.
     backend : "auto" (default), "xqa" or "trtllm-gen", which mean the same here: XQA on a GPU, the reference on the CPU;
@@ -99,8 +98,8 @@ def trtllm_batch_decode_with_kv_cache(
     bmm1_scale_log2 : floating-point tensor of one element, bmm1_scale times log2(e). Read by the kernel.
     multi_ctas_kv_counter_buffer : a tensor, not used and not written: semaphores are the launch's own.
     enable_block_sparse_attention : True is refused: a page table per kv head.
-    cp_world, cp_rank, causal_seqlens_kv_global, request_order, request_order_plan : refused unless they have their
-        defaults, 1, 0 and None.
+    o_sf_scale, o_sf_vec_size, cp_world, cp_rank, causal_seqlens_kv_global, request_order, request_order_plan : refused
+        unless they have their defaults, 1, 0 and None. The first two belong to NVFP4 output.
     bf16q_fp8kv_transform_mode : "k_only", "separate_kv" or None (default): a hint. An fp8 cache under a 16-bit query is
         converted in registers in either case.
     lse_layout : "NH" (default): lse is `[num_tokens, num_qo_heads]`. "HN": `[num_qo_heads, num_tokens]`, a copy.

@@ -18,7 +18,7 @@ import torch
 from cute_attn import ArgumentError, single_decode_with_kv_cache, single_prefill_with_kv_cache
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.params import UNBOUNDED
-from cute_attn.problem import Problem
+from cute_attn.problem import NO_EXTRAS, Problem
 from cute_attn.request import operands
 from cute_attn.request import settings as request_settings
 from cute_attn.request import single as single_request
@@ -124,8 +124,7 @@ def test_structures_are_told_apart(arguments: dict[str, Any]) -> None:
     again = problem(**arguments)
     assert again.settings == alone.settings
     assert problem().settings == plain.settings
-    for name in ("packed_mask", "sinks", "head_scales"):
-        assert (getattr(again, name) is None) == (getattr(alone, name) is None)
+    assert [x is None for x in again.extras] == [x is None for x in alone.extras]
     assert again.out.shape == alone.out.shape
 
 
@@ -168,9 +167,9 @@ def test_scales_on_the_device_have_no_known_sign(monkeypatch: pytest.MonkeyPatch
     for _ in range(2):
         with_number, with_tensor = problem(**given, k_scale=2.0), problem(**given, k_scale=scale, v_scale=scale)
         assert with_number.settings.features.positive_scale
-        assert with_number.scale_tensors == ()
+        assert with_number.extras == NO_EXTRAS
         assert not with_tensor.settings.features.positive_scale
-        assert with_tensor.scale_tensors[0] is with_tensor.v_scale_tensor is scale
+        assert with_tensor.extras.scale0 is with_tensor.extras.v_scale is scale
         assert with_tensor.settings.sm_scale == with_number.settings.sm_scale / 2
 
 

@@ -329,7 +329,7 @@ def test_explain_as_data(capsys: Output) -> None:
         (["--kv-layout", "NDH"], "kv_layout"),
         (["--pos-encoding-mode", "ROPE"], "pos_encoding_mode"),
         (["--kv-len", "-1"], "--kv-len"),
-        (["--kv-len", "99999999999999"], "kv_len 99999999999999"),
+        (["--kv-len", "99999999999999"], "kv_len must be at most 1073741824"),
         (["--qo-len", "9" * 20], "qo_len must be at most 9223372036854775807"),
         (["--sms", "0"], "--sms"),
         (["--arch", "sm_70"], "sm_70"),

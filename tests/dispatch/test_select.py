@@ -20,7 +20,7 @@ from cute_attn import (
 )
 from cute_attn.dispatch import backends, capabilities, select
 from cute_attn.dispatch.capabilities import Load
-from cute_attn.problem import Features, Problem, Settings
+from cute_attn.problem import Features
 from cute_attn.request.settings import FP8, HALF, KV_DTYPES, OUT_DTYPES, Q_DTYPES
 from cute_attn.runtime.arch import ARCHS, Arch, named
 from tests.support.batch_case import dims
@@ -140,16 +140,14 @@ def test_explain_names_every_backend_and_reason() -> None:
     assert "fa3: chosen" in text
     assert "fa2: able" in text
     assert "reference: able" in text
-    one = torch.zeros(1, 32, 128).bfloat16()
-    text = explain(Problem(Settings(CUDA), 1, 1, one, one, one, one, None), HOPPER)
+    text = explain(CUDA, HOPPER, rows=4)
     assert "fa3: able, passed over: 4 query rows per kv head are fewer than 65" in text
     assert "fa2: chosen" in text
     text = explain(CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3), AMPERE)
     assert "fa2: refused\n    fa2 refuses q of an fp8 dtype" in text
     assert "no backend of a GPU takes this problem" in text
     assert "paged batch" in explain(CUDA._replace(kv_source="paged"), HOPPER).splitlines()[0]
-    q = torch.zeros(1, 32, 128).bfloat16()
-    text = explain(Problem(Settings(CPU), 1, 1, q, q, q, q, None))
+    text = explain(CPU)
     assert "fa2: refused\n    fa2 refuses cpu tensors" in text
     assert "reference: chosen" in text
 

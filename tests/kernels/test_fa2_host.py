@@ -22,7 +22,7 @@ from cute_attn.kernels.host import gpu as gpus
 from cute_attn.kernels.host.family import SplitKvBatchRun
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.rules import Rule
-from cute_attn.problem import Problem
+from cute_attn.problem import Extras, Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.staging import Staging
@@ -79,7 +79,7 @@ def test_scales_on_the_device(kv_len: int) -> None:
     problem, v_scale = single(kv_len=kv_len, v_scale=2.0, sm_scale=0.1), torch.tensor([0.25])
     scales = torch.tensor([-0.5]), torch.tensor(3.0)
     settings = problem.settings._replace(features=problem.settings.features._replace(positive_scale=False))
-    solve(problem._replace(settings=settings, scale_tensors=scales, v_scale_tensor=v_scale))
+    solve(problem._replace(settings=settings, extras=Extras(*scales, v_scale)))
     main, last = NamedLaunch.fired[0], NamedLaunch.fired[-1]
     assert isinstance(main.spec, Fa2Spec)
     assert main.spec.scores == ("scale",)
@@ -165,7 +165,7 @@ def test_scales_of_batches_on_the_device() -> None:
     built = build(LONG)
     settings, scales, v_scale = built.problem.settings, (torch.tensor([-0.5]), torch.tensor(3.0)), torch.tensor([0.25])
     settings = settings._replace(features=settings.features._replace(positive_scale=False))
-    planned(built)(built.problem._replace(settings=settings, scale_tensors=scales, v_scale_tensor=v_scale))
+    planned(built)(built.problem._replace(settings=settings, extras=Extras(*scales, v_scale)))
     main, combine = (launch.params for launch in NamedLaunch.fired)
     assert (main.scale0, main.scale1) == tuple(x.data_ptr() for x in scales)
     assert main.v_scale_ptr == combine.v_scale_ptr == v_scale.data_ptr()  # of whole segments, and of merged ones

@@ -25,6 +25,7 @@ from cute_attn.kernels.xqa.spec import XqaSpec, is_head_dim
 from cute_attn.problem import (
     UNLIMITED,
     DecodeProblem,
+    Extras,
     Features,
     Scratch,
     Settings,
@@ -137,14 +138,13 @@ def test_a_call_without_a_plan_is_one_launch_that_reads_its_lengths_itself(launc
 def test_addresses_of_one_call_are_not_those_of_the_next(launches: type[NamedLaunch]) -> None:
     """What a block has in common with others is kept, and nothing else."""
     some = torch.zeros(4, dtype=torch.int32)
-    full = decode_problem(
-        qo_indptr=some[:3], draft_mask=some, sinks=torch.zeros(4), lse=torch.zeros(2, 4), v_scale_tensor=torch.ones(1),
-        scale_tensors=(torch.ones(1),), block_scales=(torch.zeros(3, 16, 2, 4),) * 2,
-    )  # fmt: skip
+    blocks, one = torch.zeros(3, 16, 2, 4), torch.ones(1)
+    extras = Extras(one, v_scale=one, sinks=torch.zeros(4), k_scales=blocks, v_scales=blocks)
+    full = decode_problem(qo_indptr=some[:3], draft_mask=some, lse=torch.zeros(2, 4), extras=extras)
     nvfp4 = full.settings._replace(features=FEATURES._replace(kv_block_scales=True))
     runner = DecodeRun(nvfp4, GPU)
     runner(full._replace(settings=nvfp4))
-    runner(decode_problem(settings=nvfp4, block_scales=full.block_scales))
+    runner(decode_problem(settings=nvfp4, extras=Extras(k_scales=blocks, v_scales=blocks)))
     DecodeRun(full.settings, GPU)(decode_problem())
     first, second, third = (vars(launch.params) for launch in launches.fired)
     optional = ("q_indptr", "mask", "sinks", "lse", "v_scale_ptr", "scale0")

@@ -8,16 +8,12 @@ from typing import Any
 import torch
 
 from cute_attn.kernels.host.params import Fields, kv_axes
-from cute_attn.problem import BatchProblem, DecodeProblem, Lengths, Problem, Request, Settings
+from cute_attn.problem import NO_EXTRAS, BatchProblem, Extras, Lengths, Problem, Request, Settings
 from cute_attn.request.mla import MlaProblem
 from cute_attn.runtime.launch import Bound, Launch, Values
 
-# Such tensors by the kernels' parameters that hold their addresses: two factors of the scores, that of v, and so on.
-# With a mask's goes the number of its bytes.
-ROLES = (
-    *("scale0", "scale1", "v_scale_ptr", "sinks", "mask", "scale_q", "scale_k", "scale_v", "k_scales", "v_scales"),
-    *("q_pe", "ckv_scales"),  # of latent attention: rotated columns of q, scales of groups of latent columns
-)
+# Such tensors by the kernels' parameters that hold their addresses. With a mask's goes the number of its bytes.
+ROLES = tuple("v_scale_ptr" if name == "v_scale" else name for name in Extras._fields)
 MASK, MASK_BYTES = ROLES.index("mask"), "mask_bytes"
 NO_STRIDES: Values = (0,) * 6
 BLOCK_SCALE_FIELDS = (  # of kernels for NVFP4 k and v
@@ -42,19 +38,7 @@ def present(tensors: Sequence[torch.Tensor | None]) -> tuple[Roles, Optional]:
 
 def optional_tensors(problem: Request | BatchProblem | MlaProblem) -> tuple[Roles, Optional]:
     """Return the optional tensors of a problem."""
-    if isinstance(problem, MlaProblem):
-        mla, others = problem, (None,) * 6
-        return present((mla.scale, None, mla.v_scale, mla.sinks, *others, mla.q_pe, mla.ckv_scales))
-    scales, v_scale, sinks = problem.scale_tensors, problem.v_scale_tensor, problem.sinks
-    mask = head_scales = None
-    if not isinstance(problem, DecodeProblem):
-        mask, head_scales = problem.packed_mask, problem.head_scales
-    block_scales = problem.block_scales
-    if not scales and v_scale is sinks is mask is head_scales is block_scales is None:
-        return (), ()
-    padding = (None,) * (2 - len(scales))
-    heads, blocks = head_scales or (None,) * 3, block_scales or (None,) * 2
-    return present((*scales, *padding, v_scale, sinks, mask, *heads, *blocks))
+    return ((), ()) if problem.extras is NO_EXTRAS else present(problem.extras)
 
 
 class OptionalBounds:
@@ -94,11 +78,11 @@ def _pick(places: Sequence[int], masks: Sequence[int]) -> Pick:
 
 def block_scale_strides(problem: Request | BatchProblem) -> Values:
     """Returns the values of BLOCK_SCALE_FIELDS, bytes from a page, a token and a head to the next; zeros without."""
-    if problem.block_scales is None:
+    if problem.extras.k_scales is None:
         return NO_STRIDES
     token, head = kv_axes(problem.settings)
     paged = problem.settings.features.kv_source == "paged"
-    strides = [x.stride() for x in problem.block_scales]
+    strides = [x.stride() for x in (problem.extras.k_scales, problem.extras.v_scales) if x is not None]
     return tuple(n for stride in strides for n in (stride[0] if paged else 0, stride[token], stride[head]))
 
 

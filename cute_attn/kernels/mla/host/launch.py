@@ -62,7 +62,7 @@ def run(problem: MlaProblem, gpu: Gpu) -> Fire:
     if not lengths.batch_size or not lengths.qo_len or not problem.q.shape[0]:
         return launch_nothing
     bounds, config = prepared(loaded, settings, lengths.qo_len, gpu)
-    tensors = problem.q, problem.q_pe, problem.k, problem.kpe, problem.out, problem.ckv_scales
+    tensors = problem.q, problem.extras.q_pe, problem.k, problem.kpe, problem.out, problem.extras.ckv_scales
     strides = tuple([0 if x is None else x.stride(axis) * x.itemsize for x in tensors for axis in (0, 1)])
     table_stride = lengths.kv_indices.stride(0) if lengths.kv_indptr is None else 0
     settled = config.grid, strides, (table_stride, lengths.batch_size)
