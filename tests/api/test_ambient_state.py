@@ -60,21 +60,21 @@ STATES: dict[str, tuple[State, ...]] = {  # of the first call, with its plan, an
 AUTOCAST = (functools.partial(torch.autocast, "cuda", torch.bfloat16),)
 
 
-def results(of: Entry, states: Sequence[State], device: str = "cpu", backend: str = "auto") -> list[torch.Tensor]:
+def results(entry: Entry, states: Sequence[State], device: str = "cpu", backend: str = "auto") -> list[torch.Tensor]:
     """What calls in these states return and write, with one plan where there is one."""
-    own = [{name: x.to(device, copy=True) for name, x in of.tensors.items()} for _ in states]
+    own = [{name: x.to(device, copy=True) for name, x in entry.tensors.items()} for _ in states]
     found: list[torch.Tensor] = []
     with states[0]():
-        call = of.begin(own[0], backend)
+        call = entry.begin(own[0], backend)
     for state, given in zip(states, own, strict=True):
         with state():
-            found += tree_leaves(call({**given, **{name: x for name, x in own[0].items() if name in of.planned}}))
+            found += tree_leaves(call({**given, **{name: x for name, x in own[0].items() if name in entry.planned}}))
         found += given.values()
     return [torch.as_tensor(x) for x in found if x is not None]
 
 
-def assert_same(of: Entry, states: Sequence[State], *where: str) -> None:
-    found, expected = results(of, states, *where), results(of, [contextlib.nullcontext] * len(states), *where)
+def assert_same(entry: Entry, states: Sequence[State], *where: str) -> None:
+    found, expected = results(entry, states, *where), results(entry, [contextlib.nullcontext] * len(states), *where)
     for x, y in zip(found, expected, strict=True):
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
         assert torch.equal(x.contiguous().view(-1).view(torch.uint8), y.contiguous().view(-1).view(torch.uint8))

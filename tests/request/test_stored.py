@@ -26,13 +26,13 @@ from tests.support.launch_corpus import pretended
 
 class Wrong(NamedTuple):
     """How a tensor is made wrong, and the error, where NAME stands for the tensor or the argument that it is a part of.
-    `but`: names of tensors that may be so. `of`: which tensors can be made so.
+    `but`: names of tensors that may be so. `fits`: which tensors can be made so.
     """
 
     made: Callable[[torch.Tensor], Any]
     message: str
     but: str = ""
-    of: Callable[[torch.Tensor], bool] = lambda x: True
+    fits: Callable[[torch.Tensor], bool] = lambda x: True
 
 
 BY_TORCH = ("dequantise pages", "concat", "merge")  # whose operations take tangents
@@ -68,7 +68,7 @@ WRONG = {
     "derivatives": Wrong(
         lambda x: x.detach().clone().requires_grad_(),
         "^NAME (requires|.*not require) grad",
-        of=torch.is_floating_point,
+        fits=torch.is_floating_point,
     ),
     "a tangent": Wrong(
         lambda x: forward_ad.make_dual(x, torch.ones_like(x)),
@@ -76,17 +76,17 @@ WRONG = {
         "[sv]_other",
         torch.is_floating_point,
     ),
-    "a negative view": Wrong(torch._neg_view, "^NAME must .*be a negative view", of=torch.is_floating_point),
+    "a negative view": Wrong(torch._neg_view, "^NAME must .*be a negative view", fits=torch.is_floating_point),
     # torch has no sparse tensors of 8-bit floats
     "a sparse tensor": Wrong(
-        torch.Tensor.to_sparse, "^NAME must .*(be a strided tensor|at equal distances)", of=lambda x: x.dtype != E4M3
+        torch.Tensor.to_sparse, "^NAME must .*(be a strided tensor|at equal distances)", fits=lambda x: x.dtype != E4M3
     ),
     "off alignment": Wrong(
         off_alignment, "^NAME must (start at a multiple of (8|16) bytes|be 8-byte aligned)", f"(?!({ALIGNED})$).*"
     ),
     # of what is written
     OVERLAPPING: Wrong(
-        lambda x: x[:1].expand(x.shape), "^NAME must (not overlap itself|be contiguous)", of=lambda x: len(x) > 1
+        lambda x: x[:1].expand(x.shape), "^NAME must (not overlap itself|be contiguous)", fits=lambda x: len(x) > 1
     ),
 }
 
@@ -108,7 +108,7 @@ def assert_refused(
     x, whole = given[name], re.escape(name.split(" of ")[-1].partition("[")[0])
     called = rf"({OTHER_NAMES.get(name, whole)}|([kv](_sf)? of )?(paged_kv_cache|{whole})(\[[01]\])?)( of \w+)?"
     for kind, wrong in WRONG.items():
-        if kind not in but and wrong.of(x) and not re.fullmatch(wrong.but, name):
+        if kind not in but and wrong.fits(x) and not re.fullmatch(wrong.but, name):
             message = wrong.message.replace("NAME", f"({called}|{AGREES_WITH.get((kind, name), called)})")
             # other kinds outside of forward-mode AD, under which no call is replayed
             level = forward_ad.dual_level() if kind == "a tangent" else contextlib.nullcontext()

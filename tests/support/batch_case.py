@@ -154,7 +154,7 @@ def _requests(
     case: BatchCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator
 ) -> list[Request]:
     lens = list(zip(case.qo_lens, case.kv_lens, strict=True))
-    drawn = [random_mask(*of, generator) if case.mask in ("custom", "packed") else None for of in lens]
+    drawn = [random_mask(*lengths, generator) if case.mask in ("custom", "packed") else None for lengths in lens]
     tensors = q[case.first :].split(case.qo_lens), k.split(case.kv_lens), v.split(case.kv_lens)
     return [Request(*request) for request in zip(*tensors, drawn, strict=True)]
 
