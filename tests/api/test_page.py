@@ -123,17 +123,16 @@ def test_batch_indices_of_fewer_rows_than_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("indptr", "last", "page_size", "expected"),
-    [([0, 3, 4, 4], [13, 8, 5], 16, [45, 8, 5]), ([0], [], 4, []), ([2, 3, 7], [1, 1], 1, [1, 4])],
+    [
+        ([0, 3, 4, 4], [13, 8, 5], 16, [45, 8, 5]),
+        ([0], [], 4, []),
+        ([2, 3, 7], [1, 1], 1, [1, 4]),
+        ([0, 100], [7], 1024, [101383]),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_seq_lens(indptr: list[int], last: list[int], page_size: int, expected: list[int], dtype: torch.dtype) -> None:
+    """Those of narrow integers do not overflow."""
     lens = cute_attn.get_seq_lens(torch.tensor(indptr, dtype=dtype), torch.tensor(last, dtype=dtype), page_size)
     assert lens.tolist() == expected
-    assert lens.dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
-def test_seq_lens_of_narrow_integers_do_not_overflow(dtype: torch.dtype) -> None:
-    lens = cute_attn.get_seq_lens(torch.tensor([0, 100]).to(dtype), torch.tensor([7]).to(dtype), 1024)
-    assert lens.tolist() == [99 * 1024 + 7]
-    assert lens.dtype == torch.int32
+    assert lens.dtype == (dtype if dtype == torch.int64 else torch.int32)
