@@ -12,13 +12,12 @@ from cute_attn import (
     ArgumentError,
     ArgumentTypeError,
     BatchPrefillWithRaggedKVCacheWrapper,
-    LayoutError,
     NotSupported,
     emulator,
     explain,
     single_prefill_with_kv_cache,
 )
-from cute_attn.dispatch import backends, capabilities, select
+from cute_attn.dispatch import capabilities, select
 from cute_attn.dispatch.capabilities import Load
 from cute_attn.problem import Features, Problem, Settings
 from cute_attn.request.settings import FP8, HALF, KV_DTYPES, OUT_DTYPES, Q_DTYPES
@@ -108,17 +107,6 @@ def test_arch() -> None:
     assert select.reasons_against(REFERENCE, CUDA, old) == []
 
 
-def test_cpu_tensors_run_on_the_reference() -> None:
-    assert select.choose(CPU) is REFERENCE
-    assert select.choose(CPU, "reference") is REFERENCE
-    with pytest.raises(NotSupported, match="cpu tensors"):
-        select.choose(CPU, "fa2")
-
-
-def test_the_reference_is_there_for_cuda_when_named() -> None:
-    assert select.choose(CUDA, "reference", HOPPER) is REFERENCE
-
-
 @pytest.mark.parametrize("backend", sorted(capabilities.ELSEWHERE))
 def test_backends_of_flashinfer_that_are_not_here(backend: str) -> None:
     with pytest.raises(NotSupported) as error:
@@ -126,12 +114,6 @@ def test_backends_of_flashinfer_that_are_not_here(backend: str) -> None:
     (refusal,) = error.value.refusals
     assert refusal[0] == backend
     assert refusal[3] == 'backend="auto"'
-
-
-def test_unknown_backend() -> None:
-    choices = r"'auto', 'fa4', 'fa3', 'xqa', 'fa2', 'reference', 'emulator'"
-    with pytest.raises(LayoutError, match=f"backend must be one of {choices}; got 'fa9'"):
-        select.choose(CUDA, "fa9", HOPPER)
 
 
 def test_explain_names_every_backend_and_reason() -> None:
@@ -227,11 +209,6 @@ def test_rows_name_known_backends_and_say_why() -> None:
         for no in row.unsupported.values():
             assert no.reason
             assert no.instead
-
-
-@pytest.mark.parametrize("backend", capabilities.BACKENDS, ids=lambda backend: backend.name)
-def test_backends_exist(backend: capabilities.Backend) -> None:
-    assert callable((backends.FAMILIES | backends.OTHERS)[backend.name].prepare)
 
 
 def test_every_dtype_that_validation_lets_through_has_a_row() -> None:
