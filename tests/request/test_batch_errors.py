@@ -22,7 +22,7 @@ from cute_attn import (
 from cute_attn.request import batch_plan
 from cute_attn.request.index_arrays import IndexArrays
 from tests.support.entry_points import E4M3, ENTRIES, KEYS, Planned, ints, randn, zeros
-from tests.support.refused_calls import Row, assert_refused, places, raises
+from tests.support.refused_calls import Row, assert_refused, places, raises, same
 
 HALF, MEMORY = torch.float16, zeros(1 << 16)
 ALL = ("paged", "ragged", "decode")
@@ -177,9 +177,8 @@ BLOCKS = ("blocks",)
 PLANS: dict[tuple[str, ...], list[Row]] = {
     ALL: [
         ({"num_kv_heads": 3}, "multiple of num_kv_heads.*4 and 3", RuntimeArgumentError),
-        ({"num_qo_heads": 0}, "num_qo_heads must be at least 1, got 0"),
-        ({"num_qo_heads": 4.0}, r"num_qo_heads must be an int.*4\.0", ArgumentTypeError),
-        ({"num_kv_heads": None}, "num_kv_heads must be an int.*None", ArgumentTypeError),
+        *same("must be at least 1, got", num_qo_heads=0, fixed_split_size=0),
+        *same("must be an int", ArgumentTypeError, num_qo_heads=4.0, num_kv_heads=None),
         ({"q_data_type": torch.float32}, "q_data_type must be float16 or bfloat16.*float32"),
         ({"q_data_type": "Tensor"}, "q_data_type must name a dtype.*'Tensor'"),
         ({"kv_data_type": torch.int8}, "kv_data_type must be.*int8"),
@@ -187,7 +186,6 @@ PLANS: dict[tuple[str, ...], list[Row]] = {
         ({"sm_scale": float("nan")}, "sm_scale must be finite"),
         ({"rope_theta": 0}, "rope_theta must be > 0"),
         ({"lse_base": "e"}, "lse_base must be one of 'log2', 'ln'.*'e'", LayoutError),
-        ({"fixed_split_size": 0}, "fixed_split_size must be at least 1, got 0"),
         ({"fixed_split_size": -2, "disable_split_kv": True}, "fixed_split_size must be at least 1, got -2"),
         ({"sm_scale": 10**5000}, "sm_scale must be finite"),
         ({"head_dimension": 3}, "head_dimension", TypeError),
@@ -209,8 +207,7 @@ PLANS: dict[tuple[str, ...], list[Row]] = {
         ({"packed_custom_mask": zeros(13)}, "packed_custom_mask must have 12 bytes.*segment_packbits.*got 13"),
         ({"packed_custom_mask": ints(1)}, "packed_custom_mask must have dtype uint8.*int32"),
         *((ITEMS | changes, *rest) for changes, *rest in MULTI_ITEM),
-        ({"head_dim_qk": 0}, "head_dim_qk must be at least 1"),
-        ({"head_dim_vo": -3}, "head_dim_vo must be at least 1, got -3"),
+        *same("must be at least 1, got", head_dim_qk=0, head_dim_vo=-3),
         ({"head_dim_qk": 15, "pos_encoding_mode": "ROPE_LLAMA"}, "even head dim.*15"),
         ({"head_dim": 16}, "head_dim and head_dim_qk are two names", ArgumentTypeError),
     ],
@@ -308,8 +305,7 @@ RUNS: dict[tuple[str, ...], list[Row]] = {
         ({"k_scale": True}, "k_scale must be a number", ArgumentTypeError),
     ],
     ("paged",): [
-        ({"return_lse": 1}, "return_lse must be True or False", ArgumentTypeError),
-        ({"enable_pdl": 1}, "enable_pdl must be True or False", ArgumentTypeError),
+        *same("must be True or False", ArgumentTypeError, return_lse=1, enable_pdl=1),
         ({"window_left": 5}, r"window_left of run\(\) must be .*the planned -1, got 5"),
         ({"window_left": -1.0}, "window_left must be an int", ArgumentTypeError),
     ],
