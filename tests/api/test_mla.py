@@ -103,12 +103,6 @@ def test_bounds_without_their_maximum() -> None:
     case.check(case.trtllm(max_q_len=None))
 
 
-@pytest.mark.parametrize("backend", ["cutlass", "cute-dsl", "cake"])
-def test_other_backends(backend: str) -> None:
-    with pytest.raises(NotSupported, match=backend):
-        CASES["decode"].wrapper(backend=backend)
-
-
 def test_run_before_plan() -> None:
     wrapper = cute_attn.BatchMLAPagedAttentionWrapper(torch.empty(64, dtype=torch.uint8))
     with pytest.raises(NotPlannedError, match="plan"):

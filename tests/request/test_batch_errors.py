@@ -356,10 +356,3 @@ def test_run_before_plan(name: str) -> None:
     call.made.reset_workspace_buffer(MEMORY, MEMORY)
     with pytest.raises(NotPlannedError, match="again after reset_workspace_buffer"):
         call(given)
-
-
-@pytest.mark.parametrize("name", ["paged", "mixed"])
-def test_a_variant_of_strides_that_nobody_knows(name: str) -> None:
-    begun(name).made.prewarm_paged_kv_stride_variant("independent")
-    with pytest.raises(LayoutError, match=r"variant must be one of 'independent'.*'equal'"):
-        begun(name).made.prewarm_paged_kv_stride_variant("equal")

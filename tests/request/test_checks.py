@@ -17,7 +17,6 @@ from cute_attn import (
     ArgumentError,
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     NotSupported,
-    append_paged_kv_cache,
     single_prefill_with_kv_cache,
 )
 from cute_attn.request import checks, operands
@@ -98,13 +97,6 @@ def test_messages_are_bounded(value: object, text: str) -> None:
 # ---- memory
 
 
-ROWS = torch.randn(2, 2, 16)
-
-
-TABLE = ints(0, 1), ints(1, 0)
-PAGES = ints(0, 1, 2), ints(0, 2, 3), ints(3, 2)
-
-
 def bytes_of(memory: torch.Tensor, x: torch.Tensor) -> set[int]:
     """Returns the bytes of memory that a view of it covers."""
     memory.zero_()
@@ -125,15 +117,6 @@ def test_shared_bytes_are_found() -> None:
         with pytest.raises(ArgumentError, match="y must not share memory with x") if meet else nullcontext():
             checks.apart((("x", x), ("y", y)))
     assert min(shared) > 50
-
-
-def test_keys_and_values_that_alternate() -> None:
-    for axis in (1, 2, 3):
-        cache = torch.zeros(4, 4, 2, 16).unsqueeze(axis).repeat_interleave(2, axis)
-        k, v = cache.unbind(axis)
-        append_paged_kv_cache(ROWS, 2 * ROWS, *TABLE, (k, v), *PAGES)
-        assert torch.equal(k[0, 1], ROWS[0])
-        assert torch.equal(v[0, 1], 2 * ROWS[0])
 
 
 # ---- what only concerns memory that a GPU reads

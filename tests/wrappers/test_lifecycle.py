@@ -135,19 +135,6 @@ def test_lengths_given_twice_are_accepted() -> None:
     plan_and_run(PAGED, wrapper(PAGED), **more, **qo_lens)
 
 
-# ---- the older form
-
-
-@pytest.mark.parametrize("case", [PAGED, RAGGED], ids=IDS[:2])
-def test_forward_takes_options_by_position(case: BatchCase) -> None:
-    """By keyword: `test_variants.py`. Later runs have them, too."""
-    made, inputs = planned(dataclasses.replace(case, window_left=6))
-    case = dataclasses.replace(case, mask="causal", logits_soft_cap=1.5)
-    found = made.forward_return_lse(inputs.q, *inputs.kv, True, "NONE", False, logits_soft_cap=1.5)
-    assert_batch_right(case, inputs, *found)
-    run(case, inputs, made)
-
-
 SCALES = {"sm_scale": torch.tensor(0.5)}, {"sm_scale": torch.full((2,), 0.5)}
 
 

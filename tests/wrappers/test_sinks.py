@@ -115,11 +115,6 @@ def test_jit_args_of_the_sink_variant(kind: Any) -> None:
     assert_near(ragged.run_return_lse(inputs.q, *inputs.kv, inputs.sinks, 0.7)[0], None, expected(0.7, inputs))
 
 
-def test_jit_args_that_ask_for_nothing_are_accepted() -> None:
-    for options in ({"jit_args": None, "jit_kwargs": {}}, {"jit_args": None, "jit_kwargs": None}):
-        assert BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1 << 16), **options)._sink_variant is None
-
-
 def test_bad_runs_are_named() -> None:
     wrapper, tensors, sinks = made(REFERENCE), (INPUTS.q, *INPUTS.kv), INPUTS.sinks
     with pytest.raises(NotPlannedError):
