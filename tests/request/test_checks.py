@@ -139,20 +139,27 @@ def halves(*shape: int) -> torch.Tensor:
     ],
 )
 def test_alignment_of_rows(tensor: torch.Tensor, aligned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values are refused, and queries copied."""
     assert operands.aligned(tensor) is aligned
     monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
+    for q in (tensor.normal_(), halves(7, 2, 32).normal_()[..., ::2]):
+        read = _readable(q, halves(*q.shape))
+        assert (read is q) == (aligned and q.stride(-1) == 1)
+        assert read.stride(-1) == 1
+        assert operands.aligned(read)
+        assert torch.equal(read, q)
     if aligned:
-        _readable(tensor)
+        _readable(halves(*tensor.shape), tensor)
         return
     with pytest.raises(ArgumentError, match="v must start at a multiple of 16 bytes") as error:
-        _readable(tensor)
+        _readable(halves(*tensor.shape), tensor)
     assert "multiples of 8 elements" in str(error.value)
     assert str(tensor.stride()) in str(error.value)
 
 
-def _readable(v: torch.Tensor) -> None:
-    q = torch.zeros(v.shape, dtype=v.dtype)
-    operands.readable(q, q, v, operands.placement(q, q, v))
+def _readable(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    k = halves(*v.shape)
+    return operands.readable(q, k, v, operands.placement(q, k, v))
 
 
 # ---- what is accepted, though it looks odd
