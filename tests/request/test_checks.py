@@ -20,17 +20,9 @@ from cute_attn import (
     single_prefill_with_kv_cache,
 )
 from cute_attn.request import checks, operands
-from tests.support.batch_case import BatchCase, decode, make, paged, plan_arguments, ragged, wrapper
 from tests.support.entry_points import ENTRIES, ints, randn
 
 SINGLE = {name: ENTRIES["single prefill"].tensors[name] for name in "qkv"}
-CASES = [paged((3, 1), (9, 5), page_size=4), ragged((3, 1), (9, 5)), decode((9, 5), page_size=4)]
-IDS = ["paged", "ragged", "decode"]
-
-UNSTORED = [
-    (lambda x: torch._neg_view(x), r"must not be a negative view \(is_neg\(\)\): pass .*resolve_neg\(\)"),
-    (lambda x: x.to_sparse(), r"must be a strided tensor, got layout torch\.sparse_coo"),
-]
 
 
 def test_views_of_complex_numbers() -> None:
@@ -40,17 +32,6 @@ def test_views_of_complex_numbers() -> None:
     with pytest.raises(ArgumentError, match="negative view"):
         checks.tensor("x", z.conj().imag)
     assert checks.tensor("x", z.real).dtype == torch.float32
-
-
-@pytest.mark.parametrize(("change", "message"), UNSTORED, ids=["negative", "sparse"])
-@pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_arrays_of_a_plan(case: BatchCase, change: Any, message: str) -> None:
-    inputs = make(case)
-    arguments = plan_arguments(case, inputs)
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
-            with pytest.raises(ArgumentError, match=f"^{name} {message}"):
-                wrapper(case).plan(**{**arguments, name: change(value)})
 
 
 @pytest.mark.parametrize(

@@ -104,19 +104,6 @@ def test_buffers_are_filled_and_returned(case: BatchCase) -> None:
 
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
-def test_a_run_may_repeat_the_window(case: BatchCase) -> None:
-    case = dataclasses.replace(case, window_left=5)
-    made, inputs = planned(case)
-    if case.kind == "ragged":
-        run(case, inputs, made)
-        return
-    for window_left in (None, 5):
-        run(case, inputs, made, window_left=window_left)
-    with pytest.raises(ArgumentError, match="planned 5, got -1"):
-        run(case, inputs, made, window_left=-1)
-
-
-@pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_workspace_may_be_replaced_and_of_any_dtype(case: BatchCase) -> None:
     made = wrapper(case)
     plan_and_run(case, made)
@@ -344,14 +331,6 @@ def test_minus_one_is_none_and_disabling_wins(case: BatchCase, graph: bool) -> N
     assert planned_splits(case, graph, fixed_split_size=-1, disable_split_kv=True) == Splits(None, True)
     assert planned_splits(case, graph, fixed_split_size=4096, disable_split_kv=True) == Splits(None, True)
     assert planned_splits(case, graph, fixed_split_size=2, disable_split_kv=False) == Splits(2 * case.page_size, False)
-
-
-@pytest.mark.parametrize("case", KINDS, ids=IDS)
-def test_equal_requests_for_splits_stay_equal_under_graphs(case: BatchCase) -> None:
-    """Plans that disable splits are alike, whatever split size they name."""
-    made = made_for(case)
-    for seed, size in enumerate((4096, None, -1, 16)):
-        plan_and_run(dataclasses.replace(case, seed=seed), made, fixed_split_size=size, disable_split_kv=True)
 
 
 # ---- copies, which would share schedules with the original
