@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import threading
 import time
 import weakref
@@ -119,12 +118,6 @@ def test_structures_are_told_apart(arguments: dict[str, Any]) -> None:
     for name in ("packed_mask", "sinks", "head_scales"):
         assert (getattr(again, name) is None) == (getattr(alone, name) is None)
     assert again.out.shape == alone.out.shape
-
-
-def test_a_zero_has_no_sign() -> None:
-    """0.0 and -0.0 are one key, so that they must be one value, whichever comes first."""
-    assert math.copysign(1, problem(v_scale=-0.0).settings.v_scale) == 1
-    assert math.copysign(1, problem(sm_scale=-0.0).settings.sm_scale) == 1
 
 
 class Fickle:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cute_attn import (
-    ArgumentError,
     NotSupported,
     trtllm_batch_context_with_kv_cache,
     trtllm_fmha_v2_prefill,
@@ -216,17 +215,6 @@ def test_layers_share_a_plan_and_see_other_pages(monkeypatch: pytest.MonkeyPatch
     shorter[0] -= 1
     trtllm_batch_context_with_kv_cache(**arguments | {"kv_cache": moved, "seq_lens": shorter})
     assert len(plans) == 3
-
-
-@pytest.mark.parametrize("rows", [3, 5])
-def test_tables_are_checked_under_a_plan_in_force(rows: int) -> None:
-    """A call whose lengths are those of the call before still has a row of block_tables per request."""
-    _, arguments = context_arguments(CASE)
-    trtllm_batch_context_with_kv_cache(**arguments)
-    table = arguments["block_tables"]
-    other = torch.cat((table, table))[:rows]
-    with pytest.raises(ArgumentError, match="block_tables must have 4 rows"):
-        trtllm_batch_context_with_kv_cache(**arguments | {"block_tables": other})
 
 
 def test_what_is_kept_is_bounded() -> None:

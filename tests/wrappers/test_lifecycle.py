@@ -22,7 +22,6 @@ from cute_attn import (
     ArgumentError,
     ArgumentTypeError,
     BatchDecodeWithPagedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     RuntimeArgumentError,
 )
 from cute_attn.dispatch import capabilities, select
@@ -33,7 +32,6 @@ from cute_attn.request.batch_plan import Splits
 from cute_attn.wrappers import graph as graph_buffers
 from tests.support import graphs
 from tests.support.batch_case import (
-    NO_PAGE,
     WORKSPACE,
     BatchCase,
     call,
@@ -45,6 +43,7 @@ from tests.support.batch_case import (
     ragged,
     wrapper,
 )
+from tests.support.entry_points import ENTRIES
 from tests.support.formula import assert_batch_right
 from tests.support.right import planned
 from tests.wrappers.kinds import (
@@ -98,9 +97,6 @@ def test_buffers_are_filled_and_returned(case: BatchCase) -> None:
     assert returned[1] is lse
     assert_batch_right(case, inputs, out, lse)
     assert wide[:, -1].isnan().all()
-    lse.fill_(math.nan)
-    assert made.run(inputs.q, *inputs.kv, out=out, lse=lse) is out  # `lse` alone returns nothing more, but is filled
-    assert not lse.isnan().any()
 
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
@@ -177,10 +173,6 @@ def test_q_len_of_a_run() -> None:
 # ---- CUDA-graph mode
 
 
-def ints(size: int) -> torch.Tensor:
-    return torch.full((size,), NO_PAGE, dtype=torch.int32)
-
-
 MASKED = dataclasses.replace(PAGED, mask="custom")
 FROZEN: list[tuple[BatchCase, dict[str, Any], type[Exception], str]] = [
     (PAGED, {"qo_lens": (5, 17), "kv_lens": (3, 3)}, ArgumentError, "the batch size must stay 3"),
@@ -227,15 +219,10 @@ def test_graph_mode_refuses(case: BatchCase, change: dict[str, Any], error: type
 
 
 def test_cuda_graph_decode_wrapper() -> None:
-    inputs = make(DECODE)
-    made = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(64, dtype=torch.uint8), ints(4), ints(20), ints(3), use_tensor_cores=True
-    )
+    entry = ENTRIES["decode, CUDA graph's own wrapper"]
+    made = entry.begin(entry.tensors).made  # type: ignore[attr-defined]
     assert isinstance(made, BatchDecodeWithPagedKVCacheWrapper)
     assert made.is_cuda_graph_enabled
-    assert made.use_tensor_cores
-    made.plan(**plan_arguments(DECODE, inputs))
-    run(DECODE, inputs, made)
 
 
 # ---- selection
