@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import (
-    ArgumentTypeError,
-    single_prefill_with_kv_cache,
-    single_prefill_with_kv_cache_return_lse,
-)
+from cute_attn import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
+from cute_attn.errors import ArgumentTypeError
 from tests.support.entry_points import ENTRIES, Planned, zeros
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

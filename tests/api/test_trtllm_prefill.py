@@ -9,12 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import (
-    NotSupported,
-    trtllm_batch_context_with_kv_cache,
-    trtllm_fmha_v2_prefill,
-    trtllm_ragged_attention_deepseek,
-)
+from cute_attn import trtllm_batch_context_with_kv_cache, trtllm_fmha_v2_prefill, trtllm_ragged_attention_deepseek
+from cute_attn.errors import NotSupported
 from cute_attn.wrappers import planned_prefill
 from tests.support.batch_case import BatchCase, make, paged, ragged
 from tests.support.executors import Executor

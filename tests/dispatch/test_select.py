@@ -8,17 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import (
-    ArgumentError,
-    ArgumentTypeError,
-    BatchPrefillWithRaggedKVCacheWrapper,
-    NotSupported,
-    emulator,
-    explain,
-    single_prefill_with_kv_cache,
-)
+from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, emulator, explain, single_prefill_with_kv_cache
 from cute_attn.dispatch import capabilities, select
 from cute_attn.dispatch.capabilities import Load
+from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported
 from cute_attn.problem import Features, Problem, Settings
 from cute_attn.request.settings import FP8, HALF, KV_DTYPES, OUT_DTYPES, Q_DTYPES
 from cute_attn.runtime.arch import ARCHS, Arch, named

@@ -309,14 +309,6 @@ def test_extend_of_a_cached_prefix(window: int, device: str) -> None:
     assert_lse(lse, expected[1])
 
 
-def test_cross_attention(device: str) -> None:
-    """The second wrapper of an encoder-decoder model sees the encoder's tokens, under a mask of their lengths."""
-    tokens = Tokens(dataclasses.replace(EXTEND, kv_lens=(12, 12, 12)), device)
-    keep = [torch.arange(12)[None].expand(n, -1) < most for n, most in zip(EXTEND.q_lens, (12, 5, 9), strict=True)]
-    out = attended(tokens, {"custom_mask": torch.cat([x.flatten() for x in keep]).to(device)}, causal=False)
-    assert_close(out, tokens.expected(SCALE, keep=keep)[0])
-
-
 def test_multi_item_scoring(device: str) -> None:
     """A query and candidates after delimiters; of the second request, part of the prefix is cached."""
     tokens = Tokens(Batch((13, 15), (13, 19), page_size=1), device)

@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from cute_attn import (
-    ArgumentError,
-    ArgumentTypeError,
-    BatchAttention,
-    LayoutError,
-    NotPlannedError,
-    NotSupported,
-    RuntimeArgumentError,
-)
+from cute_attn import BatchAttention, NotPlannedError
+from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError, NotSupported, RuntimeArgumentError
 from cute_attn.request import batch_plan
 from cute_attn.request.index_arrays import IndexArrays
 from tests.support.entry_points import E4M3, ENTRIES, KEYS, Planned, ints, randn, zeros

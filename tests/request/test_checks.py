@@ -13,12 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from cute_attn import (
-    ArgumentError,
-    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
-    NotSupported,
-    single_prefill_with_kv_cache,
-)
+from cute_attn import BatchDecodeWithSharedPrefixPagedKVCacheWrapper, single_prefill_with_kv_cache
+from cute_attn.errors import ArgumentError, NotSupported
 from cute_attn.request import checks, operands
 from tests.support.entry_points import ENTRIES, ints, randn
 

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import operands
 from perf.pretended_gpu import NullDriver
+from tests.support.case import shifted
 from tests.support.entry_points import E4M3, ENTRIES, NEW_RESULTS, OTHER_NAMES, OTHERS
 from tests.support.launch_corpus import pretended
 
@@ -39,11 +40,6 @@ BY_TORCH = ("dequantise pages", "concat", "merge")  # whose operations take tang
 UNREAD = {("trtllm fmha, pages", "cum_seq_lens_kv"), ("trtllm context", "cum_seq_lens_kv")}
 ALIGNED = r"[kv]( of kv_cache)?|(the |kv_|[kv]_|ckv_|kpe_)cache|key|value|out(put)?|ckv_scale_arr|bidirectional_ranges"
 SCRATCH, OVERLAPPING = "workspace_buffer|semaphores", "overlapping itself"
-
-
-def off_alignment(x: torch.Tensor) -> torch.Tensor:
-    """The same values, 4 bytes behind a multiple of 16."""
-    return torch.zeros(x.nbytes + 4, dtype=torch.uint8)[4:].view(x.dtype).view(x.shape).copy_(x)
 
 
 WRONG = {
@@ -82,7 +78,9 @@ WRONG = {
         torch.Tensor.to_sparse, "^NAME must .*(be a strided tensor|at equal distances)", fits=lambda x: x.dtype != E4M3
     ),
     "off alignment": Wrong(
-        off_alignment, "^NAME must (start at a multiple of (8|16) bytes|be 8-byte aligned)", f"(?!({ALIGNED})$).*"
+        lambda x: shifted(x, 4),
+        "^NAME must (start at a multiple of (8|16) bytes|be 8-byte aligned)",
+        f"(?!({ALIGNED})$).*",
     ),
     # of what is written
     OVERLAPPING: Wrong(
@@ -139,4 +137,4 @@ def test_first_and_repeated_calls(entry: str, monkeypatch: pytest.MonkeyPatch) -
                 if (entry, name) not in UNREAD:
                     assert_refused(call, given, name, *but, *[OVERLAPPING] * (name not in ENTRIES[entry].written))
             for name in given.keys() & {"q", "query", "q_nope", "q_pe"}:
-                call({**given, name: off_alignment(given[name])})  # is copied
+                call({**given, name: shifted(given[name], 4)})  # is copied

@@ -63,7 +63,7 @@ class BatchInputs:
 # ------------------------------------------------------------------------------------------- tensors
 
 
-def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`x` on a device with its strides, and the memory between its elements."""
     if device.type == "cpu":
         return x
@@ -96,7 +96,7 @@ def make(case: BatchCase, device: torch.device | str = "cpu", numbers: Sequence[
     else:
         gap = {"strided": 16, "halves": 8}.get(case.cache, 0)
         given = q.to(device)
-        stored = [_moved(scattered(x, slots, shape, case.kv_layout, gap), device) for x in parts]
+        stored = [moved(scattered(x, slots, shape, case.kv_layout, gap), device) for x in parts]
     if case.kind == "ragged":
         stored = [x[0] for x in stored]
     pairs: list[Any] = [tuple(stored[i : i + 2]) for i in range(0, len(stored), 2)]
@@ -121,7 +121,7 @@ def make(case: BatchCase, device: torch.device | str = "cpu", numbers: Sequence[
         indices.to(index_dtype),
         last.to(index_dtype),
         tables,
-        {name: _moved(mask, device) for name, mask in _masks(case, requests).items()} | items,
+        {name: moved(mask, device) for name, mask in _masks(case, requests).items()} | items,
         sinks,
         tuple(x.to(device) for x in _head_scales(case, generator)),
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cute_attn import ArgumentError, ArgumentTypeError, NotSupported
+from tests.support.batch_case import moved
 from tests.support.entry_points import ENTRIES, F32, HEADS, XQA_FUNCTIONS, ints, randn, zeros
 
 EXPECTED = (ArgumentError, ArgumentTypeError, NotSupported)
@@ -94,11 +95,6 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
 CALLS = [(name, form) for name in XQA_FUNCTIONS for form in WRONG]
 
 
-def strided_like(x: torch.Tensor, device: str) -> torch.Tensor:
-    """The tensor on a device; `to` would make it contiguous."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
-
-
 def assert_refused(name: str, form: str, device: str = "cpu") -> None:
     """Every row of a form, under one of the two names; good calls before and after."""
     entry, bounds = ENTRIES[name + form], XQA_FUNCTIONS[name][1]
@@ -107,11 +103,13 @@ def assert_refused(name: str, form: str, device: str = "cpu") -> None:
     call(given)
     before = given["out"].clone()
     for changes, message in WRONG[form]:
-        moved = {key: strided_like(x, device) if isinstance(x, torch.Tensor) else x for key, x in changes.items()}
-        if "bounds" in moved:
-            moved[bounds] = moved.pop("bounds")
+        wrong = {
+            key: moved(x, torch.device(device)) if isinstance(x, torch.Tensor) else x for key, x in changes.items()
+        }
+        if "bounds" in wrong:
+            wrong[bounds] = wrong.pop("bounds")
         with pytest.raises(EXPECTED, match=message) as error:
-            call({**given, **moved})
+            call({**given, **wrong})
         assert len(str(error.value)) < LONGEST_MESSAGE
     call(given)
     assert torch.equal(given["out"], before)

@@ -18,14 +18,9 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import (
-    ArgumentError,
-    ArgumentTypeError,
-    BatchDecodeWithPagedKVCacheWrapper,
-    RuntimeArgumentError,
-)
+from cute_attn import BatchDecodeWithPagedKVCacheWrapper
 from cute_attn.dispatch import capabilities, select
-from cute_attn.errors import NotSupported, Refusal
+from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.problem import Features
 from cute_attn.request import index_arrays
 from cute_attn.request.batch_plan import Splits
