@@ -63,9 +63,9 @@ class BatchInputs:
 # ------------------------------------------------------------------------------------------- tensors
 
 
-def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def moved(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """`x` on a device with its strides, and the memory between its elements."""
-    if device.type == "cpu":
+    if torch.device(device).type == "cpu":
         return x
     whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)
     return whole.as_strided(x.shape, x.stride(), x.storage_offset())

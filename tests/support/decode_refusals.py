@@ -103,9 +103,7 @@ def assert_refused(name: str, form: str, device: str = "cpu") -> None:
     call(given)
     before = given["out"].clone()
     for changes, message in WRONG[form]:
-        wrong = {
-            key: moved(x, torch.device(device)) if isinstance(x, torch.Tensor) else x for key, x in changes.items()
-        }
+        wrong = {key: moved(x, device) if isinstance(x, torch.Tensor) else x for key, x in changes.items()}
         if "bounds" in wrong:
             wrong[bounds] = wrong.pop("bounds")
         with pytest.raises(EXPECTED, match=message) as error:
