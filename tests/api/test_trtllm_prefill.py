@@ -29,15 +29,6 @@ CONTEXT = {
 }
 
 
-@pytest.mark.parametrize("name", CONTEXT)
-def test_context(executor: Executor, name: str) -> None:
-    case = CONTEXT[name]
-    inputs, arguments = context_arguments(case, executor.device)
-    result = trtllm_batch_context_with_kv_cache(**arguments, backend=executor.backend)
-    out, lse = result if case.return_lse else (result, None)
-    assert_right(case, inputs, out, lse)
-
-
 def fmha_v2_arguments(case: BatchCase, layout: str, device: str) -> tuple[Any, dict[str, Any]]:
     """A case and the keywords of `trtllm_fmha_v2_prefill`, with its tensors in one of the input layouts."""
     inputs = make(case, device)
@@ -247,13 +238,19 @@ DEEPSEEK = {
 }
 
 
-@pytest.mark.parametrize("name", DEEPSEEK)
-def test_deepseek(executor: Executor, name: str) -> None:
-    case = DEEPSEEK[name]
-    inputs, arguments = deepseek_arguments(case, executor.device)
-    result = trtllm_ragged_attention_deepseek(**arguments, backend=executor.backend)
-    out, lse = result if case.return_lse else (result, None)
-    assert_right(case, inputs, out, lse)
+FUNCTIONS = {
+    "context": (trtllm_batch_context_with_kv_cache, context_arguments, CONTEXT),
+    "deepseek": (trtllm_ragged_attention_deepseek, deepseek_arguments, DEEPSEEK),
+}
+CALLS = [(function, name) for function, (*_, cases) in FUNCTIONS.items() for name in cases]
+
+
+@pytest.mark.parametrize(("function", "name"), CALLS)
+def test_numbers(executor: Executor, function: str, name: str) -> None:
+    called, arguments_of, cases = FUNCTIONS[function]
+    inputs, arguments = arguments_of(cases[name], executor.device)
+    result = called(**arguments, backend=executor.backend)
+    assert_right(cases[name], inputs, *(result if cases[name].return_lse else (result, None)))
 
 
 def test_deepseek_with_lengths_on_the_host() -> None:
