@@ -109,14 +109,6 @@ def test_other_names_have_a_reason(name: str) -> None:
         assert ours(module, rest) is None, f"cute_attn has {name}: its signature belongs into the data file"
 
 
-@pytest.mark.parametrize(("module", "name", "text"), SIGNATURES, ids=[f"{m}.{n}" for m, n, _ in SIGNATURES])
-def test_names_are_here(module: str, name: str, text: str) -> None:
-    found = ours(module, name)
-    assert found is not None
-    assert (text == "property") == isinstance(found, property)
-    assert (text == "class") == inspect.isclass(found)
-
-
 def test_top_level_names() -> None:
     """What FlashInfer's modules hold is also at the top level."""
     package = importlib.import_module("cute_attn")
@@ -191,21 +183,8 @@ def signature(name: str, member: Any) -> inspect.Signature:
 CALLABLES = [row for row in SIGNATURES if row[2] not in ("class", "property", "value")]
 
 
-@pytest.mark.parametrize(("module", "name", "text"), CALLABLES, ids=[f"{m}.{n}" for m, n, _ in CALLABLES])
-def test_parameters(module: str, name: str, text: str) -> None:
-    found = ours(module, name)
-    if text == "imported":
-        assert callable(found)
-        return
-    assert problems(name, flashinfers(text), signature(name, found)) == []
-
-
-@pytest.mark.parametrize(
-    ("module", "name"), [(m, n) for m, n, text in SIGNATURES if text == "value"], ids=lambda value: value
-)
-def test_other_forms(module: str, name: str) -> None:
+def check_other_form(module: str, name: str, found: Any) -> None:
     """Other names of methods, and forms with `return_lse=True`."""
-    found = ours(module, name)
     owner, _, method = name.rpartition(".")
     same = {"begin_forward": "plan", "forward": "run"}.get(method)
     if same is not None:
@@ -214,6 +193,20 @@ def test_other_forms(module: str, name: str) -> None:
         assert found.keywords == {"return_lse": True}
     else:
         assert inspect.signature(found).parameters["return_lse"].default is True
+
+
+@pytest.mark.parametrize(("module", "name", "text"), SIGNATURES, ids=[f"{m}.{n}" for m, n, _ in SIGNATURES])
+def test_signatures(module: str, name: str, text: str) -> None:
+    found = ours(module, name)
+    assert found is not None
+    assert (text == "property") == isinstance(found, property)
+    assert (text == "class") == inspect.isclass(found)
+    if text == "value":
+        check_other_form(module, name, found)
+    elif text == "imported":
+        assert callable(found)
+    elif text not in ("class", "property"):
+        assert problems(name, flashinfers(text), signature(name, found)) == []
 
 
 def test_reasons_are_used() -> None:

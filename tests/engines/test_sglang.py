@@ -399,14 +399,6 @@ def test_captured_verification_of_a_tree(fast: bool, device: str) -> None:
     replay_prefill(steps, [trees(now, generator) for now in steps], True, fast)
 
 
-def test_verification_of_a_tree(device: str) -> None:
-    """`causal=True` gives way to the mask."""
-    tokens = Tokens(Batch((4, 4), (30, 17), page_size=1), device)
-    keep = trees(tokens, torch.Generator().manual_seed(4))
-    out = attended(tokens, {"custom_mask": torch.cat([x.flatten() for x in keep]).to(device)})
-    assert_close(out, tokens.expected(SCALE, keep=keep)[0])
-
-
 @FAST
 @pytest.mark.parametrize("causal", [True, False], ids=["draft-extend", "bidirectional-verify"])
 def test_as_many_tokens_for_every_request(causal: bool, fast: bool, device: str) -> None:

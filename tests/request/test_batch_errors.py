@@ -270,22 +270,15 @@ def test_plan(name: str, row: Row) -> None:
     assert torch.equal(given["out"], before)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"seq_lens": [5]}, "seq_lens must be a torch.Tensor"),
-        ({"seq_lens_q": "x"}, "seq_lens_q must be a torch.Tensor"),
-        ({"max_token_per_sequence": 2.0}, "max_token_per_sequence must be an int"),
-        ({"max_sequence_kv": "x"}, "max_sequence_kv must be an int"),
-    ],
-)
-def test_lengths_that_are_given_again_have_types_where_they_are_not_compared(given: Any, message: str) -> None:
+def test_lengths_that_are_given_again_have_types_where_they_are_not_compared() -> None:
     """Beside index arrays on a GPU."""
     unread = IndexArrays(("qo_indptr", "kv_indptr"), ints(0, 2), ints(0, 5)).on_device(torch.device("cpu"))
     other = {"seq_lens": ints(9), "seq_lens_q": ints(9), "max_token_per_sequence": 0, "max_sequence_kv": 0}
     batch_plan.repeated_lengths(unread, **other)
-    with pytest.raises(ArgumentTypeError, match=message):
-        batch_plan.repeated_lengths(unread, **{**other, **given})
+    tensors = same("must be a torch.Tensor", ArgumentTypeError, seq_lens=[[5]], seq_lens_q="x")
+    for row in (*tensors, *same("must be an int", ArgumentTypeError, max_token_per_sequence=2.0, max_sequence_kv="x")):
+        with raises(row):
+            batch_plan.repeated_lengths(unread, **{**other, **row[0]})
 
 
 # ---- run
