@@ -14,18 +14,10 @@ import pytest
 import torch
 
 import cute_attn.xqa
-from cute_attn import (
-    ArgumentError,
-    ArgumentTypeError,
-    FP4Tensor,
-    get_device_sm_count,
-    get_trtllm_gen_multi_ctas_kv_counter_bytes,
-    trtllm_batch_decode_with_kv_cache,
-    utils,
-    xqa,
-    xqa_batch_decode_with_kv_cache,
-)
+from cute_attn import FP4Tensor, trtllm_batch_decode_with_kv_cache, utils, xqa, xqa_batch_decode_with_kv_cache
+from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.kernels.xqa.host.variant import cta_group_count
+from cute_attn.utils import get_device_sm_count, get_trtllm_gen_multi_ctas_kv_counter_bytes
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 
 CASE = XqaCase((5, 40), heads=(4, 2), head_dim=64)

@@ -13,13 +13,9 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import (
-    BatchDecodeWithPagedKVCacheWrapper,
-    BatchPrefillWithPagedKVCacheWrapper,
-    BatchPrefillWithRaggedKVCacheWrapper,
-    get_seq_lens,
-)
-from cute_attn.decode import fast_decode_plan
+from cute_attn import get_seq_lens
+from cute_attn.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from tests.support.engine_case import (
     BF16,
     E4M3,
