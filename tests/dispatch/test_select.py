@@ -123,10 +123,13 @@ def test_explain_names_every_backend_and_reason() -> None:
     assert "fa2: refused\n    fa2 refuses q of an fp8 dtype" in text
     assert "no backend of a GPU takes this problem" in text
     assert "paged batch" in explain(CUDA._replace(kv_source="paged"), HOPPER).splitlines()[0]
-    q = torch.zeros(1, 32, 128).bfloat16()
-    text = explain(Problem(Settings(CPU), 1, 1, q, q, q, q, None))
+    text = explain(Problem(Settings(CPU), 1, 1, one, one, one, one, None))
     assert "fa2: refused\n    fa2 refuses cpu tensors" in text
-    assert "reference: chosen" in text
+    assert "reference: chosen: CPU tensors run on it" in text
+    assert "fa2: chosen: no other backend of this GPU takes it" in explain(CUDA, AMPERE)
+    text = explain(CUDA._replace(pos_encoding_mode="ROPE_LLAMA"), HOPPER)
+    assert "Instead" not in text
+    assert "fa4 refuses pos_encoding_mode ROPE_LLAMA: TMA brings q and k in unrotated." in text
 
 
 def test_explain_takes_tensors_words_and_names_of_gpus() -> None:
@@ -167,14 +170,6 @@ def test_explain_takes_tensors_words_and_names_of_gpus() -> None:
 def test_explain_checks_its_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
         explain(**arguments)
-
-
-def test_chosen_has_a_reason() -> None:
-    assert "fa2: chosen: no other backend of this GPU takes it" in explain(CUDA, AMPERE)
-    assert "reference: chosen: CPU tensors run on it" in explain(CPU)
-    text = explain(CUDA._replace(pos_encoding_mode="ROPE_LLAMA"), HOPPER)
-    assert "Instead" not in text
-    assert "fa4 refuses pos_encoding_mode ROPE_LLAMA: TMA brings q and k in unrotated." in text
 
 
 def test_cpu_tensors_that_no_gpu_takes_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:

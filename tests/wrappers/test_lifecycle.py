@@ -131,18 +131,6 @@ def test_what_only_equals_a_planned_option_is_refused(wrong: dict[str, Any]) -> 
 # ---- decode
 
 
-def test_data_type_is_the_default_of_both() -> None:
-    case = dataclasses.replace(DECODE, dtype="bfloat16")
-    made, inputs = wrapper(case), make(case)
-    arguments = {**plan_arguments(case, inputs), "q_data_type": None, "kv_data_type": None}
-    made.plan(**arguments, data_type=torch.bfloat16)
-    run(case, inputs, made)
-    fp8 = dataclasses.replace(case, kv_dtype="float8_e4m3fn")
-    inputs = make(fp8)
-    made.plan(**{**plan_arguments(fp8, inputs), "q_data_type": None}, data_type="bfloat16")
-    run(fp8, inputs, made)
-
-
 def test_positional_plan_of_decode() -> None:
     """In the order of FlashInfer's older releases, which its own tests still hold."""
     case = dataclasses.replace(DECODE, window_left=4, logits_soft_cap=3.0, dtype="bfloat16")
