@@ -32,8 +32,9 @@ def __getattr__(name: str) -> Any:
     except ImportError as error:
         # Without torch there is no API, but `python -m cute_attn doctor` must say so, and artifacts are plain data.
         raise ImportError(f"cute_attn.{name} is not available: {error}") from error
-    names = {exported: getattr(exports, exported) for exported in getattr(exports, "__all__", ())}  # (): being loaded
-    globals().update(names, __all__=list(names))
+    names = getattr(exports, "__all__", None)  # None: being loaded
+    if names is not None:
+        globals().update({exported: getattr(exports, exported) for exported in names}, __all__=list(names))
     if name in _MODULES:
         return importlib.import_module(f"cute_attn.{name}")
     if name not in globals():

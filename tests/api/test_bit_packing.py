@@ -17,46 +17,36 @@ from cute_attn.request.bit_packing import packbits, segment_packbits
 
 BitOrder = Literal["big", "little"]
 ORDERS = st.sampled_from(("big", "little"))
+ELEMENTS = st.sampled_from((torch.bool, torch.uint8, torch.int32, torch.float16, torch.float32))
+INDICES = st.sampled_from((torch.uint8, torch.int32, torch.int64))
+
+
+def strided(bits: list[bool], dtype: torch.dtype) -> torch.Tensor:
+    """Elements that are not zero where a bit is set, with others between them."""
+    return torch.stack((torch.tensor(bits, dtype=torch.bool) * 3, torch.ones(len(bits))), -1).to(dtype)[:, 0]
 
 
 @settings(deadline=None)
-@given(st.lists(st.booleans(), max_size=200), ORDERS)
-def test_packbits_is_numpys(bits: list[bool], order: BitOrder) -> None:
-    packed = packbits(torch.tensor(bits, dtype=torch.bool), order)
+@given(st.lists(st.booleans(), max_size=200), ORDERS, ELEMENTS)
+def test_packbits_is_numpys(bits: list[bool], order: BitOrder, dtype: torch.dtype) -> None:
+    packed = packbits(strided(bits, dtype), order)
     assert packed.tolist() == np.packbits(np.array(bits, dtype=bool), bitorder=order).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float16, torch.float32])
-def test_elements_count_where_they_are_not_zero(dtype: torch.dtype) -> None:
-    x = torch.tensor([0, 2, 0, 0, 3, 0, 0, 0, 1])
-    assert packbits(x.to(dtype)).tolist() == [0b01001000, 0b10000000]
-    assert segment_packbits(x.to(dtype), torch.tensor([0, 9]))[0].tolist() == [0b01001000, 0b10000000]
-
-
-def test_strided_input() -> None:
-    x = torch.arange(40) % 3 == 0
-    assert torch.equal(packbits(x[::2]), packbits(x[::2].contiguous()))
-
-
 @settings(deadline=None)
-@given(st.lists(st.lists(st.booleans(), max_size=40), max_size=8), st.integers(0, 9), st.integers(0, 9), ORDERS)
-def test_segments_are_packed_apart(segments: list[list[bool]], before: int, after: int, order: BitOrder) -> None:
-    """`before` and `after`: elements of x that belong to no segment."""
-    x = torch.tensor([True] * before + [*chain(*segments)] + [True] * after, dtype=torch.bool)
+@given(st.lists(st.lists(st.booleans(), max_size=40), max_size=5), st.integers(0, 9), ORDERS, ELEMENTS, INDICES)
+def test_segments_are_packed_apart(
+    segments: list[list[bool]], around: int, order: BitOrder, dtype: torch.dtype, index: torch.dtype
+) -> None:
+    """`around`: elements of x before and after all segments, which belong to none."""
+    x = strided([True] * around + [*chain(*segments)] + [True] * around, dtype)
     sizes = np.array([len(segment) for segment in segments], dtype=np.int64)
-    indptr = torch.from_numpy(before + np.concatenate(([0], np.cumsum(sizes))))
-    packed, packed_indptr = segment_packbits(x, indptr.to(torch.int32), order)
+    indptr = torch.from_numpy(around + np.concatenate(([0], np.cumsum(sizes))))
+    packed, packed_indptr = segment_packbits(x, indptr.to(index), order)
     expected = [np.packbits(np.array(segment, dtype=bool), bitorder=order).tolist() for segment in segments]
     assert packed.tolist() == [*chain(*expected)]
     assert packed_indptr.tolist() == [0, *np.cumsum((sizes + 7) // 8).tolist()]
     assert (packed.dtype, packed_indptr.dtype) == (torch.uint8, torch.int32)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
-def test_segment_indptr_dtypes(dtype: torch.dtype) -> None:
-    packed, packed_indptr = segment_packbits(torch.ones(20), torch.tensor([0, 9, 9, 20], dtype=dtype), "little")
-    assert packed.tolist() == [0xFF, 1, 0xFF, 0b111]
-    assert packed_indptr.tolist() == [0, 2, 2, 4]
 
 
 X, INDPTR = torch.ones(8), torch.tensor([0, 8])

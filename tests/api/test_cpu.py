@@ -43,7 +43,7 @@ def test_corrupted_input(aligned: bool, monkeypatch: pytest.MonkeyPatch) -> None
     outcomes = fuzz.run(600)
     assert outcomes.raised > 300
     assert outcomes.valid > 30
-    assert set(outcomes.of) == {corruption.name for corruption in fuzz.CORRUPTIONS}
+    assert set(outcomes.names) == {corruption.name for corruption in fuzz.CORRUPTIONS}
 
 
 # ---- the bound on the error of fp8 attention

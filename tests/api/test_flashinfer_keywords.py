@@ -64,18 +64,17 @@ ABSENT = {  # patterns of module.name
 # Of those, helpers that are here all the same.
 EXTRA = ("utils.get_compute_capability", "utils.device_support_pdl")
 
-DIFFERENCES: dict[tuple[str, str], str] = {  # (callable, parameter): why it is not at its place, or has another default
-    ("fast_decode_plan", "self"): "the wrapper, which all callers give by position",
-    ("BatchPrefill*.run*", "lse_base"): "None is what `plan` said, whose own default is log2",
-    ("*.workspace_size", "*"): "takes whatever `plan` takes, and passes it on",
-    ("BatchDecodeWithPagedKVCacheWrapper.plan", "q_data_type"): "None means float16 unless `data_type` says otherwise",
-    ("BatchDecodeWithPagedKVCacheWrapper.plan", "is_causal"): "queries of a request are always causal among themselves",
-    ("*", "variant_owns_mask"): "a property of variants that callers compile",
-    ("*.reset_workspace_buffer", "int_workspace_buffer"): "not needed: schedules are in memory of the wrapper",
-    ("*.reset_workspace_buffer", "int_workspace_buffers"): "not needed: schedules are in memory of the wrapper",
-    ("trtllm_batch_decode_with_kv_cache", "cp_*"): "context parallelism inside the kernel; merge shards by their lse",
-    ("trtllm_batch_decode_with_kv_cache", "causal_seqlens_kv_global"): "context parallelism inside the kernel",
-    ("trtllm_batch_decode_with_kv_cache", "request_order*"): "a launch order for Cake's kernels",
+DIFFERENCES = {  # by callable and parameter, or by parameter: why it is not at its place, or has another default
+    "fast_decode_plan.self": "the wrapper, which all callers give by position",
+    "BatchPrefill*.run*.lse_base": "None is what `plan` said, whose own default is log2",
+    "*.workspace_size.*": "takes whatever `plan` takes, and passes it on",
+    "BatchDecodeWithPagedKVCacheWrapper.plan.q_data_type": "None means float16 unless `data_type` says otherwise",
+    "BatchDecodeWithPagedKVCacheWrapper.plan.is_causal": "queries of a request are always causal among themselves",
+    "variant_owns_mask": "a property of variants that callers compile",
+    "*.reset_workspace_buffer.int_workspace_buffer*": "not needed: schedules are in memory of the wrapper",
+    "trtllm_batch_decode_with_kv_cache.cp_*": "context parallelism inside the kernel; merge shards by their lse",
+    "trtllm_batch_decode_with_kv_cache.causal_seqlens_kv_global": "context parallelism inside the kernel",
+    "trtllm_batch_decode_with_kv_cache.request_order*": "a launch order for Cake's kernels",
 }
 
 
@@ -83,15 +82,12 @@ def reason(name: str) -> str:
     return next((text for pattern, text in ABSENT.items() if fnmatch.fnmatchcase(name, pattern)), "")
 
 
-def difference(name: str, parameter: str) -> str:
-    return next(
-        (
-            text
-            for (callables, parameters), text in DIFFERENCES.items()
-            if fnmatch.fnmatchcase(name, callables) and fnmatch.fnmatchcase(parameter, parameters)
-        ),
-        "",
-    )
+def first_match(table: dict[str, Any], name: str, parameter: str) -> Any:
+    """The most special entry: by callable and parameter, then by parameter."""
+    for key, value in sorted(table.items(), key=lambda item: "." not in item[0]):
+        if fnmatch.fnmatchcase(f"{name}.{parameter}" if "." in key else parameter, key):
+            return value
+    return None
 
 
 def ours(module: str, name: str) -> Any:
@@ -111,14 +107,6 @@ def test_other_names_have_a_reason(name: str) -> None:
     module, _, rest = name.partition(".")
     if name not in EXTRA:
         assert ours(module, rest) is None, f"cute_attn has {name}: its signature belongs into the data file"
-
-
-@pytest.mark.parametrize(("module", "name", "text"), SIGNATURES, ids=[f"{m}.{n}" for m, n, _ in SIGNATURES])
-def test_names_are_here(module: str, name: str, text: str) -> None:
-    found = ours(module, name)
-    assert found is not None
-    assert (text == "property") == isinstance(found, property)
-    assert (text == "class") == inspect.isclass(found)
 
 
 def test_top_level_names() -> None:
@@ -162,7 +150,7 @@ def problems(name: str, theirs: inspect.Signature, mine: inspect.Signature) -> l
     places = list(mine.parameters)
     for place, (parameter, want) in enumerate(theirs.parameters.items()):
         have = mine.parameters.get(parameter)
-        if difference(name, parameter):
+        if first_match(DIFFERENCES, name, parameter):
             continue
         if want.kind is kinds.VAR_POSITIONAL:
             if not any(p.kind is kinds.VAR_POSITIONAL for p in mine.parameters.values()):
@@ -176,7 +164,7 @@ def problems(name: str, theirs: inspect.Signature, mine: inspect.Signature) -> l
         elif want.default != shown(have.default):
             found.append(f"{parameter} is {shown(have.default)} by default, not {want.default}")
     for place, (parameter, have) in enumerate(mine.parameters.items()):
-        renamed = any(difference(name, other) for other in list(theirs.parameters)[place : place + 1])
+        renamed = any(first_match(DIFFERENCES, name, other) for other in list(theirs.parameters)[place : place + 1])
         if parameter in theirs.parameters or have.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
             continue
         if have.default is kinds.empty and not renamed:
@@ -195,21 +183,8 @@ def signature(name: str, member: Any) -> inspect.Signature:
 CALLABLES = [row for row in SIGNATURES if row[2] not in ("class", "property", "value")]
 
 
-@pytest.mark.parametrize(("module", "name", "text"), CALLABLES, ids=[f"{m}.{n}" for m, n, _ in CALLABLES])
-def test_parameters(module: str, name: str, text: str) -> None:
-    found = ours(module, name)
-    if text == "imported":
-        assert callable(found)
-        return
-    assert problems(name, flashinfers(text), signature(name, found)) == []
-
-
-@pytest.mark.parametrize(
-    ("module", "name"), [(m, n) for m, n, text in SIGNATURES if text == "value"], ids=lambda value: value
-)
-def test_other_forms(module: str, name: str) -> None:
+def check_other_form(module: str, name: str, found: Any) -> None:
     """Other names of methods, and forms with `return_lse=True`."""
-    found = ours(module, name)
     owner, _, method = name.rpartition(".")
     same = {"begin_forward": "plan", "forward": "run"}.get(method)
     if same is not None:
@@ -220,18 +195,26 @@ def test_other_forms(module: str, name: str) -> None:
         assert inspect.signature(found).parameters["return_lse"].default is True
 
 
+@pytest.mark.parametrize(("module", "name", "text"), SIGNATURES, ids=[f"{m}.{n}" for m, n, _ in SIGNATURES])
+def test_signatures(module: str, name: str, text: str) -> None:
+    found = ours(module, name)
+    assert found is not None
+    assert (text == "property") == isinstance(found, property)
+    assert (text == "class") == inspect.isclass(found)
+    if text == "value":
+        check_other_form(module, name, found)
+    elif text == "imported":
+        assert callable(found)
+    elif text not in ("class", "property"):
+        assert problems(name, flashinfers(text), signature(name, found)) == []
+
+
 def test_reasons_are_used() -> None:
     for pattern in ABSENT:
         assert any(fnmatch.fnmatchcase(name, pattern) for name in OTHERS), pattern
-    for callables, parameters in DIFFERENCES:
-        used = [
-            parameter
-            for _, name, text in CALLABLES
-            if fnmatch.fnmatchcase(name, callables) and text != "imported"
-            for parameter in flashinfers(text).parameters
-            if fnmatch.fnmatchcase(parameter, parameters)
-        ]
-        assert used, (callables, parameters)
+    parameters = [(name, p) for _, name, text in CALLABLES if text != "imported" for p in flashinfers(text).parameters]
+    for key, why in DIFFERENCES.items():
+        assert any(first_match({key: why}, *each) for each in parameters), key
 
 
 # ---- other values
@@ -268,11 +251,11 @@ class Value:
 ROPE = (("pos_encoding_mode", "ROPE_LLAMA"),)
 HOST_LENGTHS = (("q_seq_lens_cpu", ints(3, 5)), ("kv_seq_lens_cpu", ints(4, 16)))  # those of the entry
 MASK, ONE_MASK, BLOCKS = torch.arange(3 * 4 + 5 * 16) % 3 != 0, torch.arange(8 * 32) % 3 != 0, torch.arange(3 * 4 * 16)
-VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
+FLAGS = {"False": True, "True": False}  # by the text of the default
+VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter; of a flag by default the other one
     "kv_layout": Value("HND", ("k must", "shape", "num_kv_heads", "tokens; request 1 has 16")),
     "pos_encoding_mode": "ALIBI",
     "trtllm_fmha_v2_prefill.pos_encoding_mode": "alibi",
-    "use_tensor_cores": True,
     "[qkv]_scale": 0.5,
     "BlockSparseAttentionWrapper.plan.[qkv]_scale": torch.tensor([0.5]),
     "scale_[qkv]": Value(torch.full((4,), 0.5), ("scale_", "fp8")),
@@ -295,7 +278,6 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "*Shared*.rope_scale": 4.0,
     "*Shared*.rope_theta": 100.0,
     "return_lse": False,
-    "save_softmax_stats": True,
     "backend": "fa2",
     "use_cuda_graph": Value(True, ("buf",)),
     "*_buf": ints(0, 0, 0),
@@ -312,15 +294,11 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "o_dtype": torch.float32,
     "out_dtype": torch.float16,
     "head_dim_*": Value(16, ("shape",)),
-    "non_blocking": False,
     "block_tables": Value(ints(0, 0)[:, None]),
     "trtllm_fmha_v2_prefill.block_tables": ints(2, 3, 0, 1).view(2, 2),
     "seq_lens*": ints(1, 1),
     "fixed_split_size": 1,
-    "disable_split_kv": True,
     "q_len_per_req": Value(2, ("q must", "query must", "rows", "num_tokens")),
-    "causal": True,
-    "trtllm_*.causal": False,
     "*_fp16_qk_reduction": True,
     "custom_mask": MASK,
     "single*.custom_mask": ONE_MASK.view(8, 32),
@@ -350,7 +328,6 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "num_elts_per_sage_attn_blk": (64, 64, 0, 1),
     "q_seq_lens_cpu": Value(ints(5, 3), both=HOST_LENGTHS),
     "kv_seq_lens_cpu": Value(ints(16, 4), both=HOST_LENGTHS),
-    "skip_all_rows_active_check": False,
     "lse_base": "ln",
     "lse_layout": "HN",
     "o_sf_scale": 2.0,
@@ -361,7 +338,6 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "q_seq_len": Value(2, ("q must", "shape")),
     "sm_count": 7,
     "uses_shared_paged_kv_idx": Value(False, ("block_tables",)),
-    "enable_block_sparse_attention": True,
     "bf16q_fp8kv_transform_mode": "k_only",
     "block_mask": torch.ones(4, 2, 3, dtype=torch.bool),
     "kv_block_lens": ints(3, 3, 1),
@@ -382,7 +358,6 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "BatchMLA*.output_dtype": torch.float32,
     "BatchMLA*.output_scale": "per-tensor",
     "BatchMLA*.scale_mode": "bmm-scalar",
-    "BatchMLA*.skip_softmax": True,
     "BatchMLA*.use_sinks": Value(False, ("sinks",)),
     "BatchMLA*.backend": "nothing",
     "BatchMLA*.__init__.k*": ints(0, 0, 0),
@@ -394,21 +369,16 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
     "BatchMLA*.run.page_table": ints(0, 0)[:, None],
     "BatchMLA*.run.*k*_scale": 0.5,
     "BatchMLA*.run.ckv_scale_arr": torch.ones(9, 2, 4),
-    "return_lse_base_on_e": True,
     "return_lse_base": Value("basee", both=(("return_lse", True),)),
     "sparse_mla_top_k": 4,
     "sparse_mla_top_k_lens": ints(1, 1),
-    "is_var_seq": False,
     "cute_dsl_impl": "modular",
     "kv_scale_format": "pow2_fp32",
-    "enable_dcp": True,
     "cp_world": 2,
     "cp_rank": 1,
     "request_order*": ints(0, 0),
     "is_causal": False,
-    "variant_owns_mask": True,
     "causal_seqlens_kv_global": ints(9, 9),
-    "use_profiler": True,
 }
 GRAPH_ONLY = "read with use_cuda_graph=True"
 HINT = "a hint about speed"
@@ -438,14 +408,6 @@ NO_EFFECT = {
     "*.skip_all_rows_active_check": "requests without tokens or keys are right in any case",
     "*.bf16q_fp8kv_transform_mode": "which of two kernels; FlashInfer ignores it for other dtypes too",
 }
-
-
-def first_match(table: dict[str, Any], name: str, parameter: str) -> Any:
-    """The most special entry: by callable and parameter, then by parameter."""
-    for key, value in sorted(table.items(), key=lambda item: "." not in item[0]):
-        if fnmatch.fnmatchcase(f"{name}.{parameter}" if "." in key else parameter, key):
-            return value
-    return None
 
 
 def defaults(module: str, name: str, text: str) -> dict[str, Any]:
@@ -482,6 +444,7 @@ def attempt(call: Call, method: str, changes: Changes) -> tuple[Exception | None
 def test_nothing_is_dropped(name: str, parameter: str) -> None:
     owner, _, method = name.partition(".")
     call, entry = CALLS[owner], first_match(VALUES, name, parameter)
+    entry = FLAGS.get(DEFAULTS[name, parameter]) if entry is None else entry
     entry = entry if isinstance(entry, Value) else Value(entry)
     before = call(method, dict(entry.both))
     buffer = buffer_for(name, parameter, before)
@@ -495,6 +458,7 @@ def test_nothing_is_dropped(name: str, parameter: str) -> None:
         return
     if buffer is not None:
         assert not buffer.isnan().any()
+        assert any(x is buffer for x in after)
         return
     same = len(before) == len(after) and all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in zip(before, after, strict=True)

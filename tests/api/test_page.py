@@ -101,12 +101,14 @@ def test_head_dims_of_keys_and_values_may_differ() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=6), st.integers(0, 4), st.booleans())
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=6), st.integers(-4, 4), st.booleans())
 def test_batch_indices_and_positions(pairs: list[tuple[int, int]], padding: int, buffers: bool) -> None:
+    """`padding`: rows besides those of tokens, or below 0 how many tokens have none."""
     appended = [new for new, _ in pairs]
     indptr = ends(appended)
     seq_lens = torch.tensor([new + old for new, old in pairs], dtype=torch.int32)
-    want = [(i, old + t) for i, (new, old) in enumerate(pairs) for t in range(new)] + [(-1, 0)] * padding
+    tokens = [(i, old + t) for i, (new, old) in enumerate(pairs) for t in range(new)]
+    want = (tokens + [(-1, 0)] * 4)[: max(0, len(tokens) + padding)]
     out = [torch.full((len(want),), 77, dtype=torch.int32) for _ in range(2)] if buffers else [None, None]
     requests, positions = cute_attn.get_batch_indices_positions(indptr, seq_lens, len(want), *out)
     assert requests.dtype == positions.dtype == torch.int32
@@ -116,24 +118,18 @@ def test_batch_indices_and_positions(pairs: list[tuple[int, int]], padding: int,
         assert positions is out[1]
 
 
-def test_batch_indices_of_fewer_rows_than_tokens() -> None:
-    requests, positions = cute_attn.get_batch_indices_positions(torch.tensor([0, 3, 5]), torch.tensor([10, 20]), 4)
-    assert (requests.tolist(), positions.tolist()) == ([0, 0, 0, 1], [7, 8, 9, 18])
-
-
 @pytest.mark.parametrize(
     ("indptr", "last", "page_size", "expected"),
-    [([0, 3, 4, 4], [13, 8, 5], 16, [45, 8, 5]), ([0], [], 4, []), ([2, 3, 7], [1, 1], 1, [1, 4])],
+    [
+        ([0, 3, 4, 4], [13, 8, 5], 16, [45, 8, 5]),
+        ([0], [], 4, []),
+        ([2, 3, 7], [1, 1], 1, [1, 4]),
+        ([0, 100], [7], 1024, [101383]),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_seq_lens(indptr: list[int], last: list[int], page_size: int, expected: list[int], dtype: torch.dtype) -> None:
+    """Those of narrow integers do not overflow."""
     lens = cute_attn.get_seq_lens(torch.tensor(indptr, dtype=dtype), torch.tensor(last, dtype=dtype), page_size)
     assert lens.tolist() == expected
-    assert lens.dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
-def test_seq_lens_of_narrow_integers_do_not_overflow(dtype: torch.dtype) -> None:
-    lens = cute_attn.get_seq_lens(torch.tensor([0, 100]).to(dtype), torch.tensor([7]).to(dtype), 1024)
-    assert lens.tolist() == [99 * 1024 + 7]
-    assert lens.dtype == torch.int32
+    assert lens.dtype == (dtype if dtype == torch.int64 else torch.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import threading
 import time
 import weakref
@@ -15,16 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from cute_attn import ArgumentError, single_decode_with_kv_cache, single_prefill_with_kv_cache
+from cute_attn import single_decode_with_kv_cache, single_prefill_with_kv_cache
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.problem import NO_EXTRAS, Problem
-from cute_attn.request import operands
 from cute_attn.request import settings as request_settings
 from cute_attn.request import single as single_request
 from cute_attn.request.settings import Call
 from cute_attn.wrappers import calls
-from tests.support.case import shifted
 from tests.support.launch_corpus import Launched, RecordingDriver, pretended
 from tests.support.threads import in_threads
 
@@ -39,12 +36,6 @@ def forget() -> Iterator[None]:
     yield
     for forget in (calls.UNPLANNED.clear, request_settings.call_settings.kept.cache_clear):
         forget()
-
-
-@pytest.fixture
-def aligned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors must be aligned as on a GPU."""
-    monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
 
 
 def tensors(qo_len: int = 3, kv_len: int = 7, heads: tuple[int, int] = (4, 2), dim: int = 16) -> dict[str, Any]:
@@ -128,12 +119,6 @@ def test_structures_are_told_apart(arguments: dict[str, Any]) -> None:
     assert again.out.shape == alone.out.shape
 
 
-def test_a_zero_has_no_sign() -> None:
-    """0.0 and -0.0 are one key, so that they must be one value, whichever comes first."""
-    assert math.copysign(1, problem(v_scale=-0.0).settings.v_scale) == 1
-    assert math.copysign(1, problem(sm_scale=-0.0).settings.sm_scale) == 1
-
-
 class Fickle:
     """An integer that changes its value, but not its hash."""
 
@@ -173,51 +158,6 @@ def test_scales_on_the_device_have_no_known_sign(monkeypatch: pytest.MonkeyPatch
         assert with_tensor.settings.sm_scale == with_number.settings.sm_scale / 2
 
 
-# ---- errors
-
-
-def test_backends_are_told_apart() -> None:
-    class Named:
-        def __str__(self) -> str:
-            return "auto"
-
-    for _ in range(2):
-        single_prefill_with_kv_cache(**tensors())
-        with pytest.raises(ArgumentError, match="backend must be one of"):
-            single_prefill_with_kv_cache(**tensors(), backend=Named())  # type: ignore[arg-type]
-        with pytest.raises(NotImplementedError, match="fa2 refuses cpu tensors"):
-            single_prefill_with_kv_cache(**tensors(), backend="fa2")
-
-
-# ---- what addresses, lengths and flags of the tensors decide
-
-
-WIDE = torch.randn(3, 4, 32).half()
-
-
-@pytest.mark.usefixtures("aligned_memory")
-@pytest.mark.parametrize(
-    ("q", "copied"),
-    [
-        (shifted(WIDE[..., :16]), True),
-        (WIDE[..., :16], False),
-        (WIDE[..., ::2], True),
-        (WIDE[..., 1:17], True),
-        (WIDE[:, :, 16:], False),
-    ],
-    ids=["moved", "aligned slice", "strided last axis", "misaligned", "second half"],
-)
-def test_a_query_that_kernels_cannot_read_is_copied(q: torch.Tensor, copied: bool) -> None:
-    """After an aligned one, and before another."""
-    given = tensors()
-    assert problem(**given).q is given["q"]
-    read = problem(**{**given, "q": q}).q
-    assert (read is not q) == copied
-    assert operands.aligned(read)
-    assert torch.equal(read, q)
-    assert problem(**given).q is given["q"]
-
-
 def test_a_flat_custom_mask_is_the_same_mask() -> None:
     given, mask = tensors(), torch.rand(3, 7) < 0.5
     out = single_prefill_with_kv_cache(**given, custom_mask=mask)
@@ -241,7 +181,6 @@ def numbers(launched: Launched, *names: str) -> tuple[int, ...]:
     return tuple(int.from_bytes(launched.values[name], "little", signed=True) for name in names)
 
 
-@pytest.mark.usefixtures("aligned_memory")
 def test_a_growing_cache_decides_its_settings_once(driver: RecordingDriver) -> None:
     """Decode over a growing cache: every launch has its own length. Numbers: `tests/wrappers/test_single_calls.py`."""
     given = tensors(kv_len=700, dim=64)

@@ -23,7 +23,7 @@ FULL |= {name for name in ENTRIES if name.startswith(("trtllm fmha", "xqa, low l
 XQA = direct(cute_attn.xqa_batch_decode_with_kv_cache, kv_layout="HND", max_seq_len=16)
 IN_ONE = {"kv_cache": zeros(4, 2, 2, 16, 32), "kv_cache_sf": zeros(4, 2, 2, 16, 4)}
 NVFP4 = without(ENTRIES["xqa, NVFP4"].tensors, *CACHE[1], "k_sf of kv_cache_sf", "v_sf of kv_cache_sf") | IN_ONE
-REPLAYED = {name: of for name, of in ENTRIES.items() if name not in FULL}
+REPLAYED = {name: entry for name, entry in ENTRIES.items() if name not in FULL}
 REPLAYED |= {"xqa, NVFP4, one cache": ENTRIES["xqa, NVFP4"]._replace(tensors=NVFP4, begin=XQA)}
 
 
@@ -52,9 +52,9 @@ REPLAYED |= {"latent, vLLM": by_vllm(DRAFTS), "latent, FlashMLA": by_flash_mla(D
 BYTES = MlaCase(q_lens=(3, 3), kv_lens=(70, 40), page_size=64, narrow=True, grouped=True, wide=True)
 REPLAYED |= {"latent, rows of bytes": by_flash_mla(BYTES)}
 CASES = [(name, "auto") for name in REPLAYED]
-CASES += [(f"{of}{kind}", "fa3") for of in ("single prefill", "paged", "ragged") for kind in ("", ", scales")]
-CASES += [(f"{of} mask", "fa3") for of in ("single prefill, packed", "paged,", "ragged,")]
-CASES += [(of, backend) for of in ("single decode, scales", "decode, scales") for backend in ("fa2", "xqa")]
+CASES += [(f"{name}{kind}", "fa3") for name in ("single prefill", "paged", "ragged") for kind in ("", ", scales")]
+CASES += [(f"{name} mask", "fa3") for name in ("single prefill, packed", "paged,", "ragged,")]
+CASES += [(name, backend) for name in ("single decode, scales", "decode, scales") for backend in ("fa2", "xqa")]
 
 
 def launched(driver: RecordingDriver, call: Any, given: dict[str, torch.Tensor], options: dict[str, Any]) -> Any:
@@ -69,18 +69,18 @@ def launched(driver: RecordingDriver, call: Any, given: dict[str, torch.Tensor],
 
 
 @pytest.mark.parametrize("new", [False, True], ids=["buffers", "new results"])
-@pytest.mark.parametrize(("entry", "backend"), CASES, ids=["-".join(case) for case in CASES])
-def test_launches(entry: str, backend: str, new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    of, driver, replay = REPLAYED[entry], RecordingDriver(), calls.replay
+@pytest.mark.parametrize(("name", "backend"), CASES, ids=["-".join(case) for case in CASES])
+def test_launches(name: str, backend: str, new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry, driver, replay = REPLAYED[name], RecordingDriver(), calls.replay
     replays: list[Any] = []
     kept = []  # so that no address comes twice
     with pretended(driver):
-        call = of.begin(of.tensors, backend)
+        call = entry.begin(entry.tensors, backend)
         for i in range(3):
-            given = {name: x if name in of.planned else x.clone() for name, x in of.tensors.items()}
+            given = {key: x if key in entry.planned else x.clone() for key, x in entry.tensors.items()}
             options = {}
             if new:
-                options = {"return_lse": True} if "lse" in given and entry != "mixed" else {}
+                options = {"return_lse": True} if "lse" in given and name != "mixed" else {}
                 given = without(given, "out", "lse")
             kept.append(given)
             monkeypatch.setattr(calls, "replay", lambda *a, **k: replays.append(replay(*a, **k)) or replays[-1])
@@ -92,13 +92,13 @@ def test_launches(entry: str, backend: str, new: bool, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("scales", [(), (None, None), torch.ones(8), torch.ones(4, 3), 1.0], ids=str)
-@pytest.mark.parametrize("entry", ["single prefill", "paged", "ragged", "decode", "xqa", "trtllm"])
-def test_block_scales_after_calls_without_them(entry: str, scales: Any) -> None:
+@pytest.mark.parametrize("name", ["single prefill", "paged", "ragged", "decode", "xqa", "trtllm"])
+def test_block_scales_after_calls_without_them(name: str, scales: Any) -> None:
     """They are refused like those of a first call."""
-    of = ENTRIES[entry]
+    entry = ENTRIES[name]
     with pretended(NullDriver()):
-        call = of.begin(of.tensors, "auto")
+        call = entry.begin(entry.tensors, "auto")
         for _ in range(2):
-            call(of.tensors)
+            call(entry.tensors)
         with pytest.raises((ArgumentError, ArgumentTypeError), match="kv_cache_sf"):
-            call({**of.tensors, "kv_cache_sf": scales})
+            call({**entry.tensors, "kv_cache_sf": scales})

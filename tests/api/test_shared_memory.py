@@ -87,7 +87,7 @@ def pairs(entry: Entry) -> list[tuple[str, str]]:
     return [*itertools.combinations(entry.written, 2), *itertools.product(entry.written, others)]
 
 
-CASES = [(entry, *pair) for entry, of in ENTRIES.items() for pair in pairs(of)]
+CASES = [(name, *pair) for name, entry in ENTRIES.items() for pair in pairs(entry)]
 
 
 class Driver(NullDriver):
@@ -114,7 +114,7 @@ def test_shared_memory_is_refused(entry: str, written: str, name: str) -> None:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("entry", [name for name, of in ENTRIES.items() if of.emulated])
+@pytest.mark.parametrize("entry", [name for name, x in ENTRIES.items() if x.emulated])
 def test_shared_memory_is_refused_on_the_emulator(entry: str) -> None:
     with emulator.using("sm_90a"):
         scene = Scene(ENTRIES[entry], "emulator")

@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import (
-    ArgumentError,
-    NotSupported,
-    trtllm_batch_context_with_kv_cache,
-    trtllm_fmha_v2_prefill,
-    trtllm_ragged_attention_deepseek,
-)
+from cute_attn import trtllm_batch_context_with_kv_cache, trtllm_fmha_v2_prefill, trtllm_ragged_attention_deepseek
+from cute_attn.errors import NotSupported
 from cute_attn.wrappers import planned_prefill
 from tests.support.batch_case import BatchCase, make, paged, ragged
 from tests.support.executors import Executor
@@ -32,15 +27,6 @@ CONTEXT = {
     "keyless": paged((4, 2), (0, 3), mask="causal", page_size=3, return_lse=True),
     "bf16": paged((4, 2), (30, 3), mask="causal", dtype="bfloat16", head_dim_qk=128, head_dim_vo=128),
 }
-
-
-@pytest.mark.parametrize("name", CONTEXT)
-def test_context(executor: Executor, name: str) -> None:
-    case = CONTEXT[name]
-    inputs, arguments = context_arguments(case, executor.device)
-    result = trtllm_batch_context_with_kv_cache(**arguments, backend=executor.backend)
-    out, lse = result if case.return_lse else (result, None)
-    assert_right(case, inputs, out, lse)
 
 
 def fmha_v2_arguments(case: BatchCase, layout: str, device: str) -> tuple[Any, dict[str, Any]]:
@@ -218,17 +204,6 @@ def test_layers_share_a_plan_and_see_other_pages(monkeypatch: pytest.MonkeyPatch
     assert len(plans) == 3
 
 
-@pytest.mark.parametrize("rows", [3, 5])
-def test_tables_are_checked_under_a_plan_in_force(rows: int) -> None:
-    """A call whose lengths are those of the call before still has a row of block_tables per request."""
-    _, arguments = context_arguments(CASE)
-    trtllm_batch_context_with_kv_cache(**arguments)
-    table = arguments["block_tables"]
-    other = torch.cat((table, table))[:rows]
-    with pytest.raises(ArgumentError, match="block_tables must have 4 rows"):
-        trtllm_batch_context_with_kv_cache(**arguments | {"block_tables": other})
-
-
 def test_what_is_kept_is_bounded() -> None:
     """Sessions of an earlier workspace are dropped, and so are old ones of the same."""
     inputs, arguments = context_arguments(CASE)
@@ -263,13 +238,19 @@ DEEPSEEK = {
 }
 
 
-@pytest.mark.parametrize("name", DEEPSEEK)
-def test_deepseek(executor: Executor, name: str) -> None:
-    case = DEEPSEEK[name]
-    inputs, arguments = deepseek_arguments(case, executor.device)
-    result = trtllm_ragged_attention_deepseek(**arguments, backend=executor.backend)
-    out, lse = result if case.return_lse else (result, None)
-    assert_right(case, inputs, out, lse)
+FUNCTIONS = {
+    "context": (trtllm_batch_context_with_kv_cache, context_arguments, CONTEXT),
+    "deepseek": (trtllm_ragged_attention_deepseek, deepseek_arguments, DEEPSEEK),
+}
+CALLS = [(function, name) for function, (*_, cases) in FUNCTIONS.items() for name in cases]
+
+
+@pytest.mark.parametrize(("function", "name"), CALLS)
+def test_numbers(executor: Executor, function: str, name: str) -> None:
+    called, arguments_of, cases = FUNCTIONS[function]
+    inputs, arguments = arguments_of(cases[name], executor.device)
+    result = called(**arguments, backend=executor.backend)
+    assert_right(cases[name], inputs, *(result if cases[name].return_lse else (result, None)))
 
 
 def test_deepseek_with_lengths_on_the_host() -> None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.support.entry_points import NEW_RESULTS, OTHERS, without
 
-CALLS = OTHERS | {name: of for name, of in NEW_RESULTS.items() if not name.startswith("quantise pages")}
+CALLS = OTHERS | {name: entry for name, entry in NEW_RESULTS.items() if not name.startswith("quantise pages")}
 
 
 def shapes(found: Any) -> list[torch.Size]:

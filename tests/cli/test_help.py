@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 import sys
 from pathlib import Path
@@ -18,19 +19,14 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("module", PROGRAMS)
+@pytest.mark.parametrize("command", ["", *(module.__name__.rpartition(".")[2] for module in COMMANDS), *PROGRAMS])
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules.*")
-def test_programs_of_perf(module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", [module, "--help"])
+def test_help(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [command, "--help"])
+    program = functools.partial(runpy.run_module, command, run_name="__main__")
+    run = program if command in PROGRAMS else functools.partial(main, [*filter(None, [command]), "--help"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module(module, run_name="__main__")
+        run()
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: python -m {module} ")
-
-
-@pytest.mark.parametrize("command", ["", *(module.__name__.rpartition(".")[2] for module in COMMANDS)])
-def test_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*filter(None, [command]), "--help"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: python -m cute_attn {command}".rstrip())
+    usage = command if command in PROGRAMS else f"cute_attn {command}".rstrip()
+    assert capsys.readouterr().out.startswith(f"usage: python -m {usage}")

@@ -309,14 +309,6 @@ def test_extend_of_a_cached_prefix(window: int, device: str) -> None:
     assert_lse(lse, expected[1])
 
 
-def test_cross_attention(device: str) -> None:
-    """The second wrapper of an encoder-decoder model sees the encoder's tokens, under a mask of their lengths."""
-    tokens = Tokens(dataclasses.replace(EXTEND, kv_lens=(12, 12, 12)), device)
-    keep = [torch.arange(12)[None].expand(n, -1) < most for n, most in zip(EXTEND.q_lens, (12, 5, 9), strict=True)]
-    out = attended(tokens, {"custom_mask": torch.cat([x.flatten() for x in keep]).to(device)}, causal=False)
-    assert_close(out, tokens.expected(SCALE, keep=keep)[0])
-
-
 def test_multi_item_scoring(device: str) -> None:
     """A query and candidates after delimiters; of the second request, part of the prefix is cached."""
     tokens = Tokens(Batch((13, 15), (13, 19), page_size=1), device)
@@ -405,14 +397,6 @@ def test_captured_verification_of_a_tree(fast: bool, device: str) -> None:
     steps = cases((4,) * 3, [(80, 90, 70), (33, 4, 70), (5, 64, 12)], device)
     generator = torch.Generator().manual_seed(3)
     replay_prefill(steps, [trees(now, generator) for now in steps], True, fast)
-
-
-def test_verification_of_a_tree(device: str) -> None:
-    """`causal=True` gives way to the mask."""
-    tokens = Tokens(Batch((4, 4), (30, 17), page_size=1), device)
-    keep = trees(tokens, torch.Generator().manual_seed(4))
-    out = attended(tokens, {"custom_mask": torch.cat([x.flatten() for x in keep]).to(device)})
-    assert_close(out, tokens.expected(SCALE, keep=keep)[0])
 
 
 @FAST

@@ -13,13 +13,9 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import (
-    BatchDecodeWithPagedKVCacheWrapper,
-    BatchPrefillWithPagedKVCacheWrapper,
-    BatchPrefillWithRaggedKVCacheWrapper,
-    get_seq_lens,
-)
-from cute_attn.decode import fast_decode_plan
+from cute_attn import get_seq_lens
+from cute_attn.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from tests.support.engine_case import (
     BF16,
     E4M3,
@@ -41,26 +37,27 @@ PREFILL = Batch((7, 1, 20), (30, 17, 20))
 DECODE = Batch((1, 1, 1, 1), (33, 1, 16, 70))
 
 
+def planned_options(tokens: Tokens, paged: str = "") -> dict[str, Any]:
+    """What plans of prefill and decode are given alike. `paged`: before the names of arrays of pages."""
+    batch = tokens.batch
+    arrays = {"indptr": host(tokens.kv_indptr), "indices": tokens.kv_indices}
+    arrays |= {"last_page_len": host(tokens.last_page_len)}
+    sizes = {"num_qo_heads": batch.heads[0], "num_kv_heads": batch.heads[1], "page_size": batch.page_size}
+    numbers = {"sm_scale": SCALE, "window_left": -1, "logits_soft_cap": None, "fixed_split_size": -1}
+    dtypes = {"q_data_type": batch.dtype, "kv_data_type": batch.kv_dtype}
+    options = {**sizes, **numbers, **dtypes, "disable_split_kv": False}
+    return options | {paged + name: x for name, x in arrays.items()}
+
+
+def seq_lens(tokens: Tokens) -> torch.Tensor:
+    return host(get_seq_lens(tokens.kv_indptr, tokens.last_page_len, tokens.batch.page_size))
+
+
 def plan_prefill(wrapper: Any, tokens: Tokens, **changes: Any) -> None:
     """The plan of `FlashInferMetadataBuilder.build`."""
-    batch = tokens.batch
-    options: dict[str, Any] = {
-        "qo_indptr": host(tokens.qo_indptr),
-        "paged_kv_indptr": host(tokens.kv_indptr),
-        "paged_kv_indices": tokens.kv_indices,
-        "paged_kv_last_page_len": host(tokens.last_page_len),
-        "seq_lens": host(get_seq_lens(tokens.kv_indptr, tokens.last_page_len, batch.page_size)),
-        "num_qo_heads": batch.heads[0],
-        "num_kv_heads": batch.heads[1],
-        "head_dim_qk": batch.dim,
-        "page_size": batch.page_size,
-        "sm_scale": SCALE,
-        "q_data_type": batch.dtype,
-        "kv_data_type": batch.kv_dtype,
-        "o_data_type": BF16,
-    }
-    options |= {"causal": True, "window_left": -1, "logits_soft_cap": None}
-    wrapper.plan(**{**options, "fixed_split_size": -1, "disable_split_kv": False, **changes})
+    own = {"qo_indptr": host(tokens.qo_indptr), "seq_lens": seq_lens(tokens), "head_dim_qk": tokens.batch.dim}
+    options = {**planned_options(tokens, "paged_kv_"), **own, "o_data_type": BF16, "causal": True}
+    wrapper.plan(**options | changes)
 
 
 def run_prefill(wrapper: Any, tokens: Tokens, cache: Any, **changes: Any) -> torch.Tensor:
@@ -114,33 +111,11 @@ def test_prefill_with_sinks(window_left: int, causal: bool, kv_dtype: torch.dtyp
 
 def plan_decode(wrapper: Any, tokens: Tokens, **changes: Any) -> None:
     """A whole plan at first and without graphs; for a captured wrapper then `fast_decode_plan`."""
-    batch = tokens.batch
-    options: dict[str, Any] = {
-        "indptr": host(tokens.kv_indptr),
-        "indices": tokens.kv_indices,
-        "last_page_len": host(tokens.last_page_len),
-        "num_qo_heads": batch.heads[0],
-        "num_kv_heads": batch.heads[1],
-        "head_dim": batch.dim,
-        "page_size": batch.page_size,
-        "pos_encoding_mode": "NONE",
-        "window_left": -1,
-        "logits_soft_cap": None,
-        "q_data_type": batch.dtype,
-        "kv_data_type": batch.kv_dtype,
-        "data_type": None,
-        "sm_scale": SCALE,
-        "rope_scale": None,
-        "rope_theta": None,
-        "non_blocking": True,
-        "fixed_split_size": -1,
-        "disable_split_kv": False,
-        "q_len_per_req": batch.q_lens[0],
-        **changes,
-    }
+    own = {"head_dim": tokens.batch.dim, "pos_encoding_mode": "NONE", "data_type": None, "non_blocking": True}
+    own |= {"rope_scale": None, "rope_theta": None, "q_len_per_req": tokens.batch.q_lens[0]}
+    options = {**planned_options(tokens), **own, **changes}
     if not wrapper.is_cuda_graph_enabled or getattr(wrapper, "vllm_first_call", True):
-        seq_lens = host(get_seq_lens(tokens.kv_indptr, tokens.last_page_len, batch.page_size))
-        wrapper.plan(**options, o_data_type=BF16, block_tables=None, seq_lens=seq_lens)
+        wrapper.plan(**options, o_data_type=BF16, block_tables=None, seq_lens=seq_lens(tokens))
         wrapper.vllm_first_call = False
     else:
         fast_decode_plan(wrapper, **options)

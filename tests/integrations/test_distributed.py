@@ -12,7 +12,7 @@ from cute_attn.integrations import distributed
 from cute_attn.integrations.distributed import ring
 from cute_attn.integrations.distributed.ranks import Ranks
 from cute_attn.integrations.distributed.zigzag import chunk_lengths
-from tests.support import distributed_cases, process_group
+from tests.support import distributed_cases
 from tests.support.executors import GPU_MARKS
 
 RANKS = {"cpu": 4, "cuda": 2}
@@ -24,15 +24,14 @@ CASES = [
 ]
 
 
-@functools.cache
-def outcomes(device: str) -> dict[str, str]:
-    return process_group.run(distributed_cases.__name__, RANKS[device], device)
+outcomes = functools.cache(distributed_cases.outcomes)
 
 
 @pytest.mark.parametrize(("device", "case"), CASES)
 def test_on_ranks(device: str, case: str) -> None:
-    if outcomes(device)[case] != process_group.PASSED:
-        pytest.fail(outcomes(device)[case], pytrace=False)
+    outcome = outcomes(RANKS[device], device)[case]
+    if outcome != distributed_cases.PASSED:
+        pytest.fail(outcome, pytrace=False)
 
 
 @pytest.mark.parametrize("length", [48, 41, 3])

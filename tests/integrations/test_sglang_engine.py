@@ -214,7 +214,8 @@ def test_nothing_is_copied(page_size: int, monkeypatch: pytest.MonkeyPatch) -> N
             assert pages.stride(0) == page_size * buffer.stride(0)
 
 
-def test_a_layer_that_shares_keys_writes_none() -> None:
+def test_rows_without_keys_of_their_own() -> None:
+    """Of a layer that shares keys, which it does not write; of padding; and of idle batches."""
     layer = sglang_runner.layer()
     runner = Runner([layer], 16)
     backend, batch = CuteAttnBackend(runner), runner.extend([1], [20])
@@ -224,14 +225,6 @@ def test_a_layer_that_shares_keys_writes_none() -> None:
     assert torch.equal(forward(backend, layer, batch, (q, None, None)), out)
     assert torch.equal(forward(backend, layer, batch, (q, -k, -v), save_kv_cache=False), out)
     assert torch.equal(runner.token_to_kv_pool.k_buffer[0], before)
-
-
-def test_idle_and_padded_batches() -> None:
-    layer = sglang_runner.layer()
-    runner = Runner([layer], 16)
-    backend, batch = CuteAttnBackend(runner), runner.extend([1], [20])
-    q, k, v = new_tokens(batch)
-    out = forward(backend, layer, batch, (q, k, v))
     padded = torch.cat((q, torch.randn(4, q.shape[1]).bfloat16()))
     longer = forward(backend, layer, batch, (padded, None, None))
     assert torch.equal(longer[:20], out)

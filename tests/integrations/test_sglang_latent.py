@@ -11,11 +11,8 @@ import pytest
 import torch
 
 from cute_attn.integrations import latent
-from cute_attn.integrations.sglang import limits
-from cute_attn.integrations.sglang.limits import ServerFacts
 from cute_attn.integrations.sglang.steps import TableStep
 from tests.support.mla_case import LATENT, ROPE, SCALE, MlaCase, newest
-from tests.support.sglang_case import LATENT_LAYERS
 
 HEADS = 4
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -46,12 +43,6 @@ def test_rows_of_the_pool(q_lens: tuple[int, ...], page_size: int, narrow: bool,
     scale = torch.tensor([0.5], device=device) if narrow else 1.0
     latent.decode(case.q, case.cache, step.latent(case.workspace()), SCALE, scale, out=out)
     assert_close(out, case.expected((0.5, 0.5) if narrow else (1.0, 1.0))[0])
-
-
-def test_servers_of_latent_attention() -> None:
-    server = ServerFacts(BF16, BF16, mla=True)
-    limits.check(server, LATENT_LAYERS)
-    limits.check(server._replace(kv_dtype=E4M3, speculative="EAGLE"), LATENT_LAYERS)
 
 
 # ---- SGLang's pool, layers and batches

@@ -236,6 +236,8 @@ def test_steps_in_buffers_of_a_graph(drafts: int, device: str) -> None:
 
 
 def test_a_plain_server_is_served() -> None:
+    for formats in ({}, {"kv_dtype": E4M3, "speculative": "EAGLE"}):
+        limits.check(SERVER._replace(mla=True, **formats), LATENT_LAYERS)
     limits.check(SERVER, [LAYER, Layer(sliding_window_size=20, logit_cap=30.0)])
     limits.check(SERVER._replace(kv_dtype=torch.float8_e5m2, kv_layouts=("hnd",)), [LAYER])
     limits.check(SERVER._replace(speculative="EAGLE", draft_trees=True), [Layer(sliding_window_size=None)])

@@ -350,15 +350,11 @@ def test_compiled_on_a_gpu(options: Any, calls: Counter[str]) -> None:
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (64, 0)])
 @torch.no_grad()
 def test_varlen_on_a_gpu(window: tuple[int, int], calls: Counter[str]) -> None:
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    from torch.nn.attention.varlen import varlen_attn
+
     tokens = Tokens(Batch((100, 1, 300), (100, 500, 700), (8, 8), 128), "cuda")
     arguments = tokens.q, *tokens.ragged(), tokens.qo_indptr.cuda(), tokens.token_indptr.cuda(), 300, 700
-    try:
-        out = varlen.varlen_attn(*arguments, window_size=window)
-    except TypeError:  # an older torch: is_causal in place of windows
-        if window[0] >= 0:
-            pytest.skip("this torch has no windows in varlen_attn")
-        out = varlen.varlen_attn(*arguments, window == (-1, 0))
+    out = varlen_attn(*arguments, window_size=window)
     assert calls == {"_ragged": 1}
     want, _ = tokens.expected(128**-0.5, causal=window[1] == 0, window_left=window[0])
     torch.testing.assert_close(out.cpu().double(), want, rtol=2**-6, atol=2**-7)

@@ -248,12 +248,12 @@ def test_views_copy_nothing_and_write_only_their_slots() -> None:
     before = case.cache.clone()
     attention = case.attention()
     case.fill(attention)
-    of = attention.views(case.cache)
-    k, v = of.pair
+    found = attention.views(case.cache)
+    k, v = found.pair
     assert k.data_ptr() == case.cache.data_ptr()
     assert v.data_ptr() == case.cache.data_ptr() + 64 * 2
     assert k.stride() == v.stride() == case.cache.stride()
-    assert attention.views(case.cache) is of
+    assert attention.views(case.cache) is found
     slots = case.slots()
     kept = torch.ones(case.cache.shape[0] * 16, dtype=torch.bool)
     kept[slots] = False
@@ -322,21 +322,21 @@ def test_lengths_come_from_the_host_where_the_bound_is_exact() -> None:
 # ---- what is supported
 
 
-def of(head_size: int, kv_cache_dtype: str = "auto", **options: Any) -> Layer:
+def sized(head_size: int, kv_cache_dtype: str = "auto", **options: Any) -> Layer:
     return Layer(8, head_size, 0.1, 8, kv_cache_dtype, **options)
 
 
 @pytest.mark.parametrize(
     ("layer", "dtype", "words"),
     [
-        (of(128, "fp8", sinks=True), BF16, None),
-        (of(256, "nvfp4", soft_cap=30.0), torch.float16, None),
-        (of(80, alibi=True), BF16, None),
-        (of(320), BF16, "other head dimensions"),
-        (of(512, "nvfp4"), BF16, "NVFP4 k and v with head dimension 512"),
-        (of(72, "fp8"), BF16, "blocks of 16 elements, got head_size 72"),
-        (of(128, "float16"), BF16, "must have the model's dtype torch.bfloat16"),
-        (of(128, "int8_per_token_head"), BF16, "kv_cache_dtype must be one of auto, float16"),
+        (sized(128, "fp8", sinks=True), BF16, None),
+        (sized(256, "nvfp4", soft_cap=30.0), torch.float16, None),
+        (sized(80, alibi=True), BF16, None),
+        (sized(320), BF16, "other head dimensions"),
+        (sized(512, "nvfp4"), BF16, "NVFP4 k and v with head dimension 512"),
+        (sized(72, "fp8"), BF16, "blocks of 16 elements, got head_size 72"),
+        (sized(128, "float16"), BF16, "must have the model's dtype torch.bfloat16"),
+        (sized(128, "int8_per_token_head"), BF16, "kv_cache_dtype must be one of auto, float16"),
     ],
 )
 def test_reasons(layer: Layer, dtype: torch.dtype, words: str | None) -> None:
@@ -350,11 +350,11 @@ def test_reasons(layer: Layer, dtype: torch.dtype, words: str | None) -> None:
 def test_compute_capabilities() -> None:
     assert support.compute_capability_reason(9, 0) is support.compute_capability_reason(8, 6) is None
     assert "7.5 is not supported" in str(support.compute_capability_reason(7, 5))
-    assert "11.0 is not supported" in str(support.reason(of(128), BF16, (11, 0)))
+    assert "11.0 is not supported" in str(support.reason(sized(128), BF16, (11, 0)))
 
 
 @pytest.mark.parametrize(
-    ("layer", "without_plan"), [(of(128), True), (of(128, soft_cap=30.0), False), (of(128, alibi=True), False)]
+    ("layer", "without_plan"), [(sized(128), True), (sized(128, soft_cap=30.0), False), (sized(128, alibi=True), False)]
 )
 def test_which_layers_decode_without_a_plan(layer: Layer, without_plan: bool) -> None:
     """Sinks do not decide: layers with and without share a plan."""

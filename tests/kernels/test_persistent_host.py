@@ -44,8 +44,8 @@ def tile_of(target: Target, problem: Problem) -> Any:
 
 
 def maps(target: Target, problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
-    of = TensorMaps(problem.settings, tile_of(target, problem), heads)
-    return decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.k(problem.k)(problem.k.data_ptr()))
+    maps = TensorMaps(problem.settings, tile_of(target, problem), heads)
+    return decode(maps.q(problem.q)(problem.q.data_ptr())), decode(maps.k(problem.k)(problem.k.data_ptr()))
 
 
 def test_empty_and_single_axes(target: Target) -> None:

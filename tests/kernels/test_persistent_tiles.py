@@ -114,11 +114,11 @@ def test_tiles_follow_the_size_of_the_launch() -> None:
         assert launch_of(rows, 132, tokens, tokens) == launch
     assert set(launches.values()) == set(get_args(Launch))
     for rule in fa3_tiles.SIZED:
-        (head_dims,), (launch, *_), of = (rule.when[name] for name in ("head_dims", "launch", "full"))
+        (head_dims,), (launch, *_), full = (rule.when[name] for name in ("head_dims", "launch", "full"))
         usual = TileProblem(head_dims)
         sized = usual._replace(launch=launch)
         assert fa3_tile(sized) == rule.value != fa3_tile(usual)
-        assert (fa3_tile(sized._replace(full=True)) == fa3_tile(usual)) == (True not in of)
+        assert (fa3_tile(sized._replace(full=True)) == fa3_tile(usual)) == (True not in full)
         for change in ({"kv": "paged"}, {"kv": "gathered"}, {"plain": False}):
             assert fa3_tile(sized._replace(**change)) == fa3_tile(usual._replace(**change))
 

@@ -22,14 +22,7 @@ from cute_attn.kernels.xqa.host.family import FAMILY, DecodeRun
 from cute_attn.kernels.xqa.host.variant import launch_config
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec, is_head_dim
-from cute_attn.problem import (
-    UNLIMITED,
-    DecodeProblem,
-    Extras,
-    Features,
-    Scratch,
-    Settings,
-)
+from cute_attn.problem import UNLIMITED, DecodeProblem, Extras, Features, Scratch, Settings
 from cute_attn.runtime.arch import ARCHS, TYPICAL_SMS, Arch, for_capability, named
 from cute_attn.runtime.counters import SEMAPHORES
 from cute_attn.runtime.launch import CPU

@@ -10,19 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from cute_attn import (
-    ArgumentError,
-    ArgumentTypeError,
-    BatchAttention,
-    LayoutError,
-    NotPlannedError,
-    NotSupported,
-    RuntimeArgumentError,
-)
+from cute_attn import BatchAttention, NotPlannedError
+from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError, NotSupported, RuntimeArgumentError
 from cute_attn.request import batch_plan
 from cute_attn.request.index_arrays import IndexArrays
 from tests.support.entry_points import E4M3, ENTRIES, KEYS, Planned, ints, randn, zeros
-from tests.support.refused_calls import Row, assert_refused, places, raises
+from tests.support.refused_calls import Row, assert_refused, places, raises, same
 
 HALF, MEMORY = torch.float16, zeros(1 << 16)
 ALL = ("paged", "ragged", "decode")
@@ -177,9 +170,8 @@ BLOCKS = ("blocks",)
 PLANS: dict[tuple[str, ...], list[Row]] = {
     ALL: [
         ({"num_kv_heads": 3}, "multiple of num_kv_heads.*4 and 3", RuntimeArgumentError),
-        ({"num_qo_heads": 0}, "num_qo_heads must be at least 1, got 0"),
-        ({"num_qo_heads": 4.0}, r"num_qo_heads must be an int.*4\.0", ArgumentTypeError),
-        ({"num_kv_heads": None}, "num_kv_heads must be an int.*None", ArgumentTypeError),
+        *same("must be at least 1, got", num_qo_heads=0, fixed_split_size=0),
+        *same("must be an int", ArgumentTypeError, num_qo_heads=4.0, num_kv_heads=None),
         ({"q_data_type": torch.float32}, "q_data_type must be float16 or bfloat16.*float32"),
         ({"q_data_type": "Tensor"}, "q_data_type must name a dtype.*'Tensor'"),
         ({"kv_data_type": torch.int8}, "kv_data_type must be.*int8"),
@@ -187,7 +179,6 @@ PLANS: dict[tuple[str, ...], list[Row]] = {
         ({"sm_scale": float("nan")}, "sm_scale must be finite"),
         ({"rope_theta": 0}, "rope_theta must be > 0"),
         ({"lse_base": "e"}, "lse_base must be one of 'log2', 'ln'.*'e'", LayoutError),
-        ({"fixed_split_size": 0}, "fixed_split_size must be at least 1, got 0"),
         ({"fixed_split_size": -2, "disable_split_kv": True}, "fixed_split_size must be at least 1, got -2"),
         ({"sm_scale": 10**5000}, "sm_scale must be finite"),
         ({"head_dimension": 3}, "head_dimension", TypeError),
@@ -209,8 +200,7 @@ PLANS: dict[tuple[str, ...], list[Row]] = {
         ({"packed_custom_mask": zeros(13)}, "packed_custom_mask must have 12 bytes.*segment_packbits.*got 13"),
         ({"packed_custom_mask": ints(1)}, "packed_custom_mask must have dtype uint8.*int32"),
         *((ITEMS | changes, *rest) for changes, *rest in MULTI_ITEM),
-        ({"head_dim_qk": 0}, "head_dim_qk must be at least 1"),
-        ({"head_dim_vo": -3}, "head_dim_vo must be at least 1, got -3"),
+        *same("must be at least 1, got", head_dim_qk=0, head_dim_vo=-3),
         ({"head_dim_qk": 15, "pos_encoding_mode": "ROPE_LLAMA"}, "even head dim.*15"),
         ({"head_dim": 16}, "head_dim and head_dim_qk are two names", ArgumentTypeError),
     ],
@@ -280,22 +270,15 @@ def test_plan(name: str, row: Row) -> None:
     assert torch.equal(given["out"], before)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"seq_lens": [5]}, "seq_lens must be a torch.Tensor"),
-        ({"seq_lens_q": "x"}, "seq_lens_q must be a torch.Tensor"),
-        ({"max_token_per_sequence": 2.0}, "max_token_per_sequence must be an int"),
-        ({"max_sequence_kv": "x"}, "max_sequence_kv must be an int"),
-    ],
-)
-def test_lengths_that_are_given_again_have_types_where_they_are_not_compared(given: Any, message: str) -> None:
+def test_lengths_that_are_given_again_have_types_where_they_are_not_compared() -> None:
     """Beside index arrays on a GPU."""
     unread = IndexArrays(("qo_indptr", "kv_indptr"), ints(0, 2), ints(0, 5)).on_device(torch.device("cpu"))
     other = {"seq_lens": ints(9), "seq_lens_q": ints(9), "max_token_per_sequence": 0, "max_sequence_kv": 0}
     batch_plan.repeated_lengths(unread, **other)
-    with pytest.raises(ArgumentTypeError, match=message):
-        batch_plan.repeated_lengths(unread, **{**other, **given})
+    tensors = same("must be a torch.Tensor", ArgumentTypeError, seq_lens=[[5]], seq_lens_q="x")
+    for row in (*tensors, *same("must be an int", ArgumentTypeError, max_token_per_sequence=2.0, max_sequence_kv="x")):
+        with raises(row):
+            batch_plan.repeated_lengths(unread, **{**other, **row[0]})
 
 
 # ---- run
@@ -308,8 +291,7 @@ RUNS: dict[tuple[str, ...], list[Row]] = {
         ({"k_scale": True}, "k_scale must be a number", ArgumentTypeError),
     ],
     ("paged",): [
-        ({"return_lse": 1}, "return_lse must be True or False", ArgumentTypeError),
-        ({"enable_pdl": 1}, "enable_pdl must be True or False", ArgumentTypeError),
+        *same("must be True or False", ArgumentTypeError, return_lse=1, enable_pdl=1),
         ({"window_left": 5}, r"window_left of run\(\) must be .*the planned -1, got 5"),
         ({"window_left": -1.0}, "window_left must be an int", ArgumentTypeError),
     ],
@@ -360,10 +342,3 @@ def test_run_before_plan(name: str) -> None:
     call.made.reset_workspace_buffer(MEMORY, MEMORY)
     with pytest.raises(NotPlannedError, match="again after reset_workspace_buffer"):
         call(given)
-
-
-@pytest.mark.parametrize("name", ["paged", "mixed"])
-def test_a_variant_of_strides_that_nobody_knows(name: str) -> None:
-    begun(name).made.prewarm_paged_kv_stride_variant("independent")
-    with pytest.raises(LayoutError, match=r"variant must be one of 'independent'.*'equal'"):
-        begun(name).made.prewarm_paged_kv_stride_variant("equal")

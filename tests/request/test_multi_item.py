@@ -76,26 +76,6 @@ def test_any_positions(seed: int) -> None:
             assert bool(found[i, j]) == (j <= p and own and (window < 0 or j >= p - window)), (i, j)
 
 
-def test_positions_as_engines_pass_them() -> None:
-    """Two items of 2 and 1 tokens, and three of 1, 3 and 2: uint32 and uint16, rows padded with zeros."""
-    arguments = {
-        "prefix_len_ptr": torch.tensor([4, 2], dtype=torch.uint32),
-        "token_pos_in_items_ptr": torch.tensor(
-            [*(0, 1, 2, 0, 1, 0, 0, 0, 0, 0), *(0, 1, 0, 1, 2, 3, 0, 1, 2, 0)], dtype=torch.uint16
-        ),
-        "token_pos_in_items_len": 10,
-        "max_item_len_ptr": torch.tensor([2, 3], dtype=torch.uint16),
-    }
-    first, second = masks(bounded([10, 5], [10, 12], arguments))
-    seen = [row.nonzero().flatten().tolist() for row in first]
-    prefix = [0, 1, 2, 3]
-    assert seen[:4] == [prefix[: i + 1] for i in range(4)]
-    assert seen[4:] == [prefix, [*prefix, 5], [*prefix, 5, 6], prefix, [*prefix, 8], prefix]
-    assert [row.nonzero().flatten().tolist() for row in second] == [
-        [0, 1, 5, 6, 7], [0, 1], [0, 1, 9], [0, 1, 9, 10], [0, 1]
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window_left", [-1, 4])
 def test_same_as_a_custom_mask(window_left: int, causal: bool) -> None:

@@ -20,30 +20,26 @@ from torch.autograd import forward_ad
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import operands
 from perf.pretended_gpu import NullDriver
+from tests.support.case import shifted
 from tests.support.entry_points import E4M3, ENTRIES, NEW_RESULTS, OTHER_NAMES, OTHERS
 from tests.support.launch_corpus import pretended
 
 
 class Wrong(NamedTuple):
     """How a tensor is made wrong, and the error, where NAME stands for the tensor or the argument that it is a part of.
-    `but`: names of tensors that may be so. `of`: which tensors can be made so.
+    `but`: names of tensors that may be so. `fits`: which tensors can be made so.
     """
 
     made: Callable[[torch.Tensor], Any]
     message: str
     but: str = ""
-    of: Callable[[torch.Tensor], bool] = lambda x: True
+    fits: Callable[[torch.Tensor], bool] = lambda x: True
 
 
 BY_TORCH = ("dequantise pages", "concat", "merge")  # whose operations take tangents
 UNREAD = {("trtllm fmha, pages", "cum_seq_lens_kv"), ("trtllm context", "cum_seq_lens_kv")}
 ALIGNED = r"[kv]( of kv_cache)?|(the |kv_|[kv]_|ckv_|kpe_)cache|key|value|out(put)?|ckv_scale_arr|bidirectional_ranges"
 SCRATCH, OVERLAPPING = "workspace_buffer|semaphores", "overlapping itself"
-
-
-def off_alignment(x: torch.Tensor) -> torch.Tensor:
-    """The same values, 4 bytes behind a multiple of 16."""
-    return torch.zeros(x.nbytes + 4, dtype=torch.uint8)[4:].view(x.dtype).view(x.shape).copy_(x)
 
 
 WRONG = {
@@ -68,7 +64,7 @@ WRONG = {
     "derivatives": Wrong(
         lambda x: x.detach().clone().requires_grad_(),
         "^NAME (requires|.*not require) grad",
-        of=torch.is_floating_point,
+        fits=torch.is_floating_point,
     ),
     "a tangent": Wrong(
         lambda x: forward_ad.make_dual(x, torch.ones_like(x)),
@@ -76,17 +72,19 @@ WRONG = {
         "[sv]_other",
         torch.is_floating_point,
     ),
-    "a negative view": Wrong(torch._neg_view, "^NAME must .*be a negative view", of=torch.is_floating_point),
+    "a negative view": Wrong(torch._neg_view, "^NAME must .*be a negative view", fits=torch.is_floating_point),
     # torch has no sparse tensors of 8-bit floats
     "a sparse tensor": Wrong(
-        torch.Tensor.to_sparse, "^NAME must .*(be a strided tensor|at equal distances)", of=lambda x: x.dtype != E4M3
+        torch.Tensor.to_sparse, "^NAME must .*(be a strided tensor|at equal distances)", fits=lambda x: x.dtype != E4M3
     ),
     "off alignment": Wrong(
-        off_alignment, "^NAME must (start at a multiple of (8|16) bytes|be 8-byte aligned)", f"(?!({ALIGNED})$).*"
+        lambda x: shifted(x, 4),
+        "^NAME must (start at a multiple of (8|16) bytes|be 8-byte aligned)",
+        f"(?!({ALIGNED})$).*",
     ),
     # of what is written
     OVERLAPPING: Wrong(
-        lambda x: x[:1].expand(x.shape), "^NAME must (not overlap itself|be contiguous)", of=lambda x: len(x) > 1
+        lambda x: x[:1].expand(x.shape), "^NAME must (not overlap itself|be contiguous)", fits=lambda x: len(x) > 1
     ),
 }
 
@@ -108,7 +106,7 @@ def assert_refused(
     x, whole = given[name], re.escape(name.split(" of ")[-1].partition("[")[0])
     called = rf"({OTHER_NAMES.get(name, whole)}|([kv](_sf)? of )?(paged_kv_cache|{whole})(\[[01]\])?)( of \w+)?"
     for kind, wrong in WRONG.items():
-        if kind not in but and wrong.of(x) and not re.fullmatch(wrong.but, name):
+        if kind not in but and wrong.fits(x) and not re.fullmatch(wrong.but, name):
             message = wrong.message.replace("NAME", f"({called}|{AGREES_WITH.get((kind, name), called)})")
             # other kinds outside of forward-mode AD, under which no call is replayed
             level = forward_ad.dual_level() if kind == "a tangent" else contextlib.nullcontext()
@@ -139,4 +137,4 @@ def test_first_and_repeated_calls(entry: str, monkeypatch: pytest.MonkeyPatch) -
                 if (entry, name) not in UNREAD:
                     assert_refused(call, given, name, *but, *[OVERLAPPING] * (name not in ENTRIES[entry].written))
             for name in given.keys() & {"q", "query", "q_nope", "q_pe"}:
-                call({**given, name: off_alignment(given[name])})  # is copied
+                call({**given, name: shifted(given[name], 4)})  # is copied

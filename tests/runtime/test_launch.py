@@ -114,12 +114,6 @@ def test_a_launch_writes_what_is_another_object(driver: StubDriver) -> None:
         some.fire(0, (-7, 32), many)
 
 
-def test_static_fields_stay(driver: StubDriver) -> None:
-    bound = Launch(toy(), 0).bind({"count": -5, "offset": -2.25}, ("scale",), ("bias", "out"))
-    bound.fire(0, (1.5,), ((1, 1, 1), (VALUES[4], VALUES[0])))
-    assert driver.launches[0]["params"] == expected_params()
-
-
 def test_a_launch_that_was_refused_leaves_no_half_written_groups(driver: StubDriver) -> None:
     """Groups of a launch that raised are written again, even where the next launch brings the same objects."""
     bound = Launch(toy(), 0).bind({}, MOVING, FIRST, SECOND)

@@ -109,18 +109,6 @@ def test_growth_keeps_copies_in_flight() -> None:
     assert copies.arrived == [numbers(seed, size).tolist() for seed, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize("sizes", [(10,), (0,), (1, MIN_CAPACITY, MIN_CAPACITY + 1, 4), (0, 7)])
-def test_uploads_to_the_cpu(sizes: tuple[int, ...]) -> None:
-    staging = Staging(CPU)
-    for seed, size in enumerate(sizes):
-        ints = numbers(seed, size)
-        result = uploaded(staging, ints)
-        ints += 1
-        assert result.dtype == torch.int32
-        assert result.device == CPU
-        assert result[:size].tolist() == numbers(seed, size).tolist()
-
-
 def test_a_fixed_capacity_keeps_the_address() -> None:
     """Of uploads, and of records that a kernel writes."""
     staging = Staging(CPU)

@@ -1,7 +1,7 @@
 """Cases, batches and single requests: their tensors, calls, and the matrix of batches. Verdicts: `formula`.
 
 Memory that belongs to no token is NaN: pages that no request has, slots after a request's last token, gaps between
-heads; index entries that no request has are no pages. A single request's tensors: `placed`.
+heads; index entries that no request has are no pages.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from cute_attn.request.bit_packing import packbits
 from cute_attn.runtime.arch import Arch
 from tests.support import multi_item
 from tests.support.case import BatchCase
-from tests.support.paged_cache import NO_PAGE, SPARE_PAGES, Pages, ends, ints, scattered, stacked, store
-from tests.support.placed import placed, placed_mask
+from tests.support.paged_cache import NO_PAGE, SPARE_PAGES, Pages, blank, ends, ints, scattered, stacked, store
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 WORKSPACE = 32 << 20
 CUDA = torch.device("cuda")
+GUARD = 4096  # poisoned elements before and after every tensor of a single request
 EMPTY_ROW_STEP = 7  # rows 0, 7, 14, ... of a custom mask see nothing
 
 
@@ -63,9 +63,9 @@ class BatchInputs:
 # ------------------------------------------------------------------------------------------- tensors
 
 
-def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def moved(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """`x` on a device with its strides, and the memory between its elements."""
-    if device.type == "cpu":
+    if torch.device(device).type == "cpu":
         return x
     whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)
     return whole.as_strided(x.shape, x.stride(), x.storage_offset())
@@ -96,7 +96,7 @@ def make(case: BatchCase, device: torch.device | str = "cpu", numbers: Sequence[
     else:
         gap = {"strided": 16, "halves": 8}.get(case.cache, 0)
         given = q.to(device)
-        stored = [_moved(scattered(x, slots, shape, case.kv_layout, gap), device) for x in parts]
+        stored = [moved(scattered(x, slots, shape, case.kv_layout, gap), device) for x in parts]
     if case.kind == "ragged":
         stored = [x[0] for x in stored]
     pairs: list[Any] = [tuple(stored[i : i + 2]) for i in range(0, len(stored), 2)]
@@ -121,7 +121,7 @@ def make(case: BatchCase, device: torch.device | str = "cpu", numbers: Sequence[
         indices.to(index_dtype),
         last.to(index_dtype),
         tables,
-        {name: _moved(mask, device) for name, mask in _masks(case, requests).items()} | items,
+        {name: moved(mask, device) for name, mask in _masks(case, requests).items()} | items,
         sinks,
         tuple(x.to(device) for x in _head_scales(case, generator)),
     )
@@ -154,7 +154,7 @@ def _requests(
     case: BatchCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator
 ) -> list[Request]:
     lens = list(zip(case.qo_lens, case.kv_lens, strict=True))
-    drawn = [random_mask(*of, generator) if case.mask in ("custom", "packed") else None for of in lens]
+    drawn = [random_mask(*lengths, generator) if case.mask in ("custom", "packed") else None for lengths in lens]
     tensors = q[case.first :].split(case.qo_lens), k.split(case.kv_lens), v.split(case.kv_lens)
     return [Request(*request) for request in zip(*tensors, drawn, strict=True)]
 
@@ -179,6 +179,59 @@ def _masks(case: BatchCase, requests: list[Request]) -> dict[str, torch.Tensor]:
         padded = [torch.nn.functional.pad(b, (0, -b.numel() % 8), value=True) for b in bits]
         return {"packed_custom_mask": packbits(torch.cat([nothing, *padded]), "little")}
     return {}
+
+
+# ------------------------------------------------------------------------------- single requests in memory
+
+
+def placed(case: BatchCase, values: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """q, k, v and block scales, `[tokens, heads, width]` each, as `storage` has them."""
+    views = []
+    if case.storage == "packed_qkv":
+        heads, width = [x.shape[1] for x in values], max(case.head_dim_qk, case.head_dim_vo)
+        token = sum(heads) * width
+        size = 2 * GUARD + max(len(x) for x in values) * token
+        whole = blank((size,), values[0].dtype).to(device)
+        places = [GUARD + sum(heads[:i]) * width for i in range(len(values))]
+        views = [whole.as_strided(x.shape, (token, width, 1), at) for x, at in zip(values, places, strict=True)]
+    else:
+        for i, x in enumerate(values):
+            strides, shift = _strides(case, x, i > 0)
+            size = 2 * GUARD + shift + len(x) * strides[0] + x.shape[1] * strides[1]
+            views.append(blank((size,), x.dtype).to(device).as_strided(x.shape, strides, GUARD + shift))
+    for view, x in zip(views, values, strict=True):
+        own = x.shape[1] if view.stride(1) else 1
+        view[:, :own].copy_(x[:, :own])
+    return views
+
+
+def _strides(case: BatchCase, x: torch.Tensor, kv: bool) -> tuple[tuple[int, int, int], int]:
+    """Strides, and elements before the first."""
+    n, h, d = x.shape
+    if case.storage == "expanded" and kv:
+        return (d, 0, 1), 0
+    gap, tail, shift = 0, 0, 0
+    if case.storage == "padded":
+        gap, tail = 16 // x.itemsize, 48 // x.itemsize
+    elif case.storage == "odd" and not kv:
+        gap, tail, shift = 1, 1, 1
+    heads_first = kv and case.kv_layout == "HND"
+    if heads_first != (case.storage == "transposed"):
+        return (d + gap, n * (d + gap) + tail, 1), shift
+    return (h * (d + gap) + tail, d + gap, 1), shift
+
+
+def placed_mask(case: BatchCase, keep: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The mask within a wider one. Bits that belong to no element are 1."""
+    if case.mask == "custom":
+        wide = torch.ones(len(keep), keep.shape[1] + 3, dtype=torch.bool)
+        wide[:, :-3] = keep
+        return {"custom_mask": wide[:, :-3]}
+    packed = packbits(torch.nn.functional.pad(keep.flatten(), (0, -keep.numel() % 8), value=True), "little")
+    first = GUARD + (case.storage == "odd")
+    wide = torch.full((packed.numel() + 2 * GUARD,), 0xFF, dtype=torch.uint8)
+    own = wide[first : first + packed.numel()]
+    return {"packed_custom_mask": own.copy_(packed)}
 
 
 # --------------------------------------------------------------------------------------------- calls

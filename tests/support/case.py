@@ -224,8 +224,12 @@ def _compare(
     )
 
 
-def shifted(x: torch.Tensor) -> torch.Tensor:
-    """The same values, shape and dense strides, one element off: at an address that kernels of 16 bits cannot read."""
-    view = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
-    assert not view.data_ptr() or view.data_ptr() % 16 == x.itemsize
+def shifted(x: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """The same values, shape and dense strides, so many bytes behind a multiple of 16, or one element: at an address
+    that kernels of 16 bits cannot read.
+    """
+    offset = offset or x.itemsize
+    memory = torch.zeros(x.nbytes + offset, dtype=torch.uint8, device=x.device)
+    view = memory[offset:].view(x.dtype).view(x.shape)
+    assert not view.data_ptr() or view.data_ptr() % 16 == offset
     return view.copy_(x)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cute_attn import ArgumentError, ArgumentTypeError, NotSupported
+from tests.support.batch_case import moved
 from tests.support.entry_points import ENTRIES, F32, HEADS, XQA_FUNCTIONS, ints, randn, zeros
 
 EXPECTED = (ArgumentError, ArgumentTypeError, NotSupported)
@@ -24,8 +25,8 @@ def table(page: int) -> torch.Tensor:
     return ints(0, 1, page, 3).view(2, 2)
 
 
-def options(name: str, *values: Any, of: str = "") -> list[tuple[dict[str, Any], str]]:
-    return [({name: value}, of or rf"\b{name}\b") for value in values]
+def options(name: str, *values: Any, words: str = "") -> list[tuple[dict[str, Any], str]]:
+    return [({name: value}, words or rf"\b{name}\b") for value in values]
 
 
 # By the form of an entry: what changes, and words of the message. "bounds": those of queries, under either name.
@@ -41,21 +42,21 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         *(({"seq_lens": ints(n, 16)}, "seq_lens must be within") for n in (-1, -HUGE)),
         *options("max_seq_len", 15, 0, 1.5, None, "64"),
-        *options("max_seq_len", -1, -(1 << 40), of="max_seq_len must be at least 0"),
+        *options("max_seq_len", -1, -(1 << 40), words="max_seq_len must be at least 0"),
         ({"seq_lens": ints(4)}, "seq_lens must have one length for each"),
         ({"query": Q[:1]}, ROWS_OF_Q),
-        *options("query", Q.float(), of="k and v must have dtype|query must have dtype"),
+        *options("query", Q.float(), words="k and v must have dtype|query must have dtype"),
         *options(
-            "query", Q[..., :32], Q[:, :3], Q[..., 0], Q[..., None], of="dimension|multiple of num_kv_heads|shape"
+            "query", Q[..., :32], Q[:, :3], Q[..., 0], Q[..., None], words="dimension|multiple of num_kv_heads|shape"
         ),
-        *options("block_tables", TABLE.long(), of="block_tables must have dtype"),
-        *options("seq_lens", ints(4, 16).long(), of="seq_lens must have dtype"),
+        *options("block_tables", TABLE.long(), words="block_tables must have dtype"),
+        *options("seq_lens", ints(4, 16).long(), words="seq_lens must have dtype"),
         *options("out", zeros(2, HEADS, 64, dtype=F32), randn(3, HEADS, 64), randn(2, HEADS, 128)[..., ::2]),
         *options("lse", zeros(2, HEADS, dtype=torch.float64), zeros(2, HEADS + 1, dtype=F32)),
         *options("sinks", zeros(HEADS + 1, dtype=F32)),
         *options("mask", zeros(2, 1, dtype=F32), zeros(2, 1, dtype=torch.int16)),
-        *options("v of kv_cache", K[:-1], K.double(), of="kv_cache|k and v"),
-        *options("k of kv_cache", K[..., :16], of="kv_cache|k and v"),
+        *options("v of kv_cache", K[:-1], K.double(), words="kv_cache|k and v"),
+        *options("k of kv_cache", K[..., :16], words="kv_cache|k and v"),
         *options("kv_cache", (K, K, K), K, (K.mT, K.mT)),
         *options("kv_cache_sf", (K, K)),
         *options("bmm1_scale", math.nan, math.inf, 1e39, "1", [1.0] * 10_000, True, torch.ones(2), torch.ones(1).int()),
@@ -70,8 +71,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     ", one cache": [
         *(({"block_tables": table(page)}, PAGE) for page in (-1, 4)),
-        *options("kv_cache", torch.zeros(0, 2, 16, 2, 64).bfloat16(), of="the cache has no pages"),
-        *options("kv_cache", torch.zeros(4, 2, 16, 2, 64), of="k must have dtype"),
+        *options("kv_cache", torch.zeros(0, 2, 16, 2, 64).bfloat16(), words="the cache has no pages"),
+        *options("kv_cache", torch.zeros(4, 2, 16, 2, 64), words="k must have dtype"),
     ],
     ", NVFP4": [
         *(({"block_tables": table(page)}, PAGE) for page in (-1, 4)),
@@ -80,23 +81,18 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     ", drafts": [
         *options("mask", zeros(6, 1, dtype=torch.int16), zeros(6, 1, dtype=F32)),
-        *options("query", randn(5, HEADS, 64), of=ROWS_OF_Q),
+        *options("query", randn(5, HEADS, 64), words=ROWS_OF_Q),
     ],
     ", ragged": [
-        *options("bounds", ints(1, 3, 8), ints(-1, 3, 8), ints(HUGE, 3, 8), of=BOUNDS),
-        *options("bounds", ints(0, 4, 9), ints(0, 3, HUGE), ints(0, 3, -1), of=BOUNDS),
-        *options("bounds", ints(0, -1, 8), ints(0, 6, 8), ints(0, HUGE, 8), ints(0, 3), ints(), of=BOUNDS),
-        *options("bounds", ints(0, 3, 8).long(), of=BOUNDS),
+        *options("bounds", ints(1, 3, 8), ints(-1, 3, 8), ints(HUGE, 3, 8), words=BOUNDS),
+        *options("bounds", ints(0, 4, 9), ints(0, 3, HUGE), ints(0, 3, -1), words=BOUNDS),
+        *options("bounds", ints(0, -1, 8), ints(0, 6, 8), ints(0, HUGE, 8), ints(0, 3), ints(), words=BOUNDS),
+        *options("bounds", ints(0, 3, 8).long(), words=BOUNDS),
         *(({"block_tables": table(page)}, PAGE) for page in (-1, 4)),
         ({"seq_lens": ints(4)}, f"{BOUNDS}|seq_lens must have one length for each"),
     ],
 }
 CALLS = [(name, form) for name in XQA_FUNCTIONS for form in WRONG]
-
-
-def strided_like(x: torch.Tensor, device: str) -> torch.Tensor:
-    """The tensor on a device; `to` would make it contiguous."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
 
 def assert_refused(name: str, form: str, device: str = "cpu") -> None:
@@ -107,11 +103,11 @@ def assert_refused(name: str, form: str, device: str = "cpu") -> None:
     call(given)
     before = given["out"].clone()
     for changes, message in WRONG[form]:
-        moved = {key: strided_like(x, device) if isinstance(x, torch.Tensor) else x for key, x in changes.items()}
-        if "bounds" in moved:
-            moved[bounds] = moved.pop("bounds")
+        wrong = {key: moved(x, device) if isinstance(x, torch.Tensor) else x for key, x in changes.items()}
+        if "bounds" in wrong:
+            wrong[bounds] = wrong.pop("bounds")
         with pytest.raises(EXPECTED, match=message) as error:
-            call({**given, **moved})
+            call({**given, **wrong})
         assert len(str(error.value)) < LONGEST_MESSAGE
     call(given)
     assert torch.equal(given["out"], before)

@@ -1,4 +1,4 @@
-"""Cases of `cute_attn.integrations.distributed`, called by every rank, on CPUs and on GPUs.
+"""Cases of `cute_attn.integrations.distributed`, called by every rank, on CPUs and on GPUs, and what starts the ranks.
 
 Every rank makes the whole problem from the same seed, and compares its part of the result with the fp64 oracle over the
 problem that is not sharded.
@@ -7,9 +7,17 @@ problem that is not sharded.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import itertools
+import json
 import math
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,6 +29,7 @@ import torch.distributed as dist
 import cute_attn
 from cute_attn import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, emulator
 from cute_attn.integrations import aten_flash, distributed
+from tests.support import subprocesses
 from tests.support.dense_attention import attention, random, seen
 from tests.support.engine_case import BF16, Batch, Tokens
 from tests.support.refused_calls import Row, raises
@@ -441,3 +450,68 @@ CPU_CASES = {
 def cases(device_type: str) -> dict[str, Any]:
     """Return the cases that run on a type of device."""
     return CASES | CPU_CASES if device_type == "cpu" else CASES
+
+
+# ---- ranks, each a process on this machine: gloo on CPUs, NCCL on GPUs
+
+PASSED = "passed"
+SECONDS = 120  # that a rank waits for another one
+
+
+def outcomes(world_size: int, device_type: str) -> dict[str, str]:
+    """Run all cases; return what became of each: PASSED, or tracebacks by rank. A fresh interpreter imports everything
+    once and then forks the ranks: imports cost seconds. CUDA does not survive a fork: ranks on GPUs import for
+    themselves.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = f"{world_size}, {device_type!r}, {folder!r}"
+        done = subprocesses.python("-c", f"import {__name__} as x; x.start_ranks({arguments})", OMP_NUM_THREADS="1")
+        assert done.returncode == 0, done.stderr
+        reports = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
+    assert len(reports) == world_size, done.stderr
+    names = list(dict.fromkeys(name for report in reports for name in report))
+    return {name: _outcome([report.get(name, "not run") for report in reports]) for name in names}
+
+
+def _outcome(by_rank: list[str]) -> str:
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(by_rank) if text != PASSED]
+    return "\n".join(failed) or PASSED
+
+
+def start_ranks(world_size: int, device_type: str, folder: str) -> None:
+    """Start the ranks and wait for them."""
+    context = multiprocessing.get_context("spawn" if device_type == "cuda" else "fork")
+    ranks = [context.Process(target=_rank, args=(rank, world_size, device_type, folder)) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+
+
+def _rank(rank: int, world_size: int, device_type: str, folder: str) -> None:
+    """Stop at the first failure; the other ranks stop at what they then miss, and later cases count as not run."""
+    torch.set_num_threads(1)
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is not to be had on every host
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    report = dict.fromkeys(cases(device_type), "not run")
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=SECONDS),
+    )
+    for name, case in cases(device_type).items():
+        try:
+            case(device)
+            report[name] = PASSED
+        except BaseException:
+            report[name] = traceback.format_exc()
+            break
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(report))
+    if all(text == PASSED for text in report.values()):
+        dist.destroy_process_group()
+    sys.exit()

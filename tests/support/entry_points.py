@@ -301,19 +301,19 @@ BLOCKS_OF_2 = operands(KEYS) | outputs() | WORKSPACE | {"kv_indices": ints(0, 0,
 COLUMNS = {"lse": zeros(HEADS, ROWS, dtype=F32)}
 
 NARROW_HEADS = HEAD_SCALES | operands(KEYS, dtype=E4M3)
-PAGED_TENSORS = {  # besides `PAGES_OF_2`, by the name of the entry
+MORE_PAGED = {  # besides `PAGES_OF_2`, by the name of the entry
     "": {},
     ", mask": MASK,
     ", scales": ALL_SCALES,
     ", head scales": HEAD_SCALES | operands(PAGES, PAGE, dtype=E4M3),
     ", NVFP4": nvfp4(PAGES, PAGE),
 }
-RAGGED_TENSORS_OF = PAGED_TENSORS | {", head scales": NARROW_HEADS, ", NVFP4": nvfp4(KEYS)}
+MORE_RAGGED = MORE_PAGED | {", head scales": NARROW_HEADS, ", NVFP4": nvfp4(KEYS)}
 RAGGED_GRAPH = {name: ints(0, 0, 0) for name in RAGGED_BUFFERS}
 GRAPH_MASK = MASK | {"mask_indptr_buf": ints(0, 0, 0)}
-BLOCKS_TENSORS = {"": {}, ", mask": {"packed_mask": zeros(8 + 16)}, ", head scales": NARROW_HEADS}
+MORE_BLOCKS = {"": {}, ", mask": {"packed_mask": zeros(8 + 16)}, ", head scales": NARROW_HEADS}
 BATCHES = {
-    **{f"paged{of}": batch(PAGES_OF_2 | more, PAGED, PLAN_PAGED) for of, more in PAGED_TENSORS.items()},
+    **{f"paged{form}": batch(PAGES_OF_2 | more, PAGED, PLAN_PAGED) for form, more in MORE_PAGED.items()},
     "paged, one cache": batch(without(PAGES_OF_2, "k", "v") | ONE_CACHE, PAGED, PLAN_PAGED),
     "paged, lse by heads": batch(PAGES_OF_2 | COLUMNS, PAGED, PLAN_PAGED, lse_layout="HN", return_lse=True),
     "paged, CUDA graph": batch(PAGES_OF_2 | GRAPH, PAGED, PLAN_PAGED, PAGED_BUFFERS),
@@ -323,17 +323,17 @@ BATCHES = {
     ),
     "paged with sinks": batch(PAGES_OF_2 | SINKS, WITH_SINKS, PLAN_PAGED),
     "mixed": batch(PAGES_OF_2 | scales("k_scale", "v_scale"), mixed_wrapper, PLAN_MIXED)._replace(emulated=False),
-    **{f"ragged{of}": batch_of_rows(ROWS_OF_2 | more, RAGGED, PLAN_RAGGED) for of, more in RAGGED_TENSORS_OF.items()},
+    **{f"ragged{form}": batch_of_rows(ROWS_OF_2 | more, RAGGED, PLAN_RAGGED) for form, more in MORE_RAGGED.items()},
     "ragged, CUDA graph": batch_of_rows(ROWS_OF_2 | RAGGED_GRAPH, RAGGED, PLAN_RAGGED, RAGGED_BUFFERS),
     "ragged, CUDA graph, mask": batch_of_rows(
         ROWS_OF_2 | RAGGED_GRAPH | GRAPH_MASK, RAGGED, PLAN_RAGGED, RAGGED_BUFFERS | MASK_BUFFERS
     ),
-    **{f"decode{of}": batch(STEP | PAGED_TENSORS[of], STEPS, PLAN_DECODE) for of in ("", ", scales", ", NVFP4")},
+    **{f"decode{form}": batch(STEP | MORE_PAGED[form], STEPS, PLAN_DECODE) for form in ("", ", scales", ", NVFP4")},
     "decode, CUDA graph": batch(GRAPHED_STEP, STEPS, PLAN_DECODE, DECODE_BUFFERS),
     "decode, CUDA graph's own wrapper": batch(GRAPHED_STEP, graphed_decode, PLAN_DECODE, DECODE_BUFFERS)._replace(
         emulated=False
     ),
-    **{f"blocks{of}": batch_of_rows(BLOCKS_OF_2 | more, BLOCKS, PLAN_BLOCKS) for of, more in BLOCKS_TENSORS.items()},
+    **{f"blocks{form}": batch_of_rows(BLOCKS_OF_2 | more, BLOCKS, PLAN_BLOCKS) for form, more in MORE_BLOCKS.items()},
     "variable blocks": variable_blocks(HEADS),
     "variable blocks, grouped": variable_blocks(KV_HEADS),
 }
@@ -444,7 +444,7 @@ def xqa_entries() -> dict[str, Entry]:
             ", drafts": (unplanned(6) | {"mask": torch.full((6, 1), 7, dtype=I32)}, drafts, WRITTEN),
             ", ragged": (unplanned(ROWS) | {bounds: ints(*QO_INDPTR)}, ragged, WRITTEN),
         }
-        found |= {name + of: Entry(given, start, written) for of, (given, start, written) in tensors.items()}
+        found |= {name + form: Entry(given, start, written) for form, (given, start, written) in tensors.items()}
     return found
 
 

@@ -63,7 +63,7 @@ class Call:
 class Outcomes:
     raised: int = 0
     valid: int = 0
-    of: Counter[str] = field(default_factory=Counter)  # corruptions that raised
+    names: Counter[str] = field(default_factory=Counter)  # corruptions that raised
 
 
 class Corruption(NamedTuple):
@@ -89,7 +89,7 @@ def run(count: int, device: str = "cpu", **make_arguments: Any) -> Outcomes:
             call.execute(device)
         except EXPECTED:
             outcomes.raised += 1
-            outcomes.of.update(corruption.name for corruption in chosen)
+            outcomes.names.update(corruption.name for corruption in chosen)
         except Exception as error:
             names = ", ".join(corruption.name for corruption in chosen)
             raise AssertionError(f"seed {seed}, {case.id}: {names}: {type(error).__name__}: {error}") from error
@@ -168,15 +168,15 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 def _form(call: Call, rng: random.Random) -> None:
     """Another form of a tensor, or of one of a pair of them, or another pair."""
-    of = rng.choice((call.plan, call.run, call.run))
-    name = rng.choice([name for name, x in of.items() if isinstance(x, torch.Tensor | tuple | list)])
-    if isinstance(of[name], torch.Tensor):
-        of[name] = _changed(of[name], rng)
+    given = rng.choice((call.plan, call.run, call.run))
+    name = rng.choice([name for name, x in given.items() if isinstance(x, torch.Tensor | tuple | list)])
+    if isinstance(given[name], torch.Tensor):
+        given[name] = _changed(given[name], rng)
         return
-    halves = list(of[name])
+    halves = list(given[name])
     half = rng.randrange(len(halves))
     halves[half] = _changed(halves[half], rng)
-    of[name] = rng.choice((halves, tuple(halves), halves[:1], (*halves, None), halves[::-1]))
+    given[name] = rng.choice((halves, tuple(halves), halves[:1], (*halves, None), halves[::-1]))
 
 
 VALUES: tuple[Any, ...] = (

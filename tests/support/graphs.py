@@ -183,8 +183,8 @@ class Captured:
             result.fill_(torch.nan)
         self.plan(case, inputs)
         self.again()
-        for (of, own), (out, lse) in zip(layers, self.results, strict=True):
-            assert_right(of, own, out[: case.rows], lse[: case.rows])
+        for (layer, own), (out, lse) in zip(layers, self.results, strict=True):
+            assert_right(layer, own, out[: case.rows], lse[: case.rows])
             assert out[case.rows :].isnan().all()
 
 

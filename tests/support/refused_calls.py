@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,13 @@ from tests.support.launch_corpus import pretended
 
 Row = tuple[Any, ...]  # what changes, a regular expression of the message, and the error if no ArgumentError
 EQUAL = (1, 1.0, True, 0, 0.0, False, -1, -1.0)
+
+
+def same(rule: str, *error: type[Exception], **wrong: Any) -> list[Row]:
+    """Rows of arguments under one rule, which the message tells; `wrong`: a value of each, or a list of them."""
+    pairs = [(name, x) for name, given in wrong.items() for x in (given if isinstance(given, list) else [given])]
+    shown = ["" if isinstance(x, torch.Tensor) else f".*{re.escape(str(x))}" for _, x in pairs]
+    return [({name: x}, rf"\b{name} {rule}{text}", *error) for (name, x), text in zip(pairs, shown, strict=True)]
 
 
 def raises(row: Row) -> Any:

@@ -72,7 +72,7 @@ def operands(device: str, qo_len: int = 5, kv_len: int = 9) -> tuple[torch.Tenso
 # ---- calls of `entry_points`
 
 
-def of(entry: Entry, new_results: bool = False, **options: Any) -> Case:
+def call_of(entry: Entry, new_results: bool = False, **options: Any) -> Case:
     """The call of an entry, with further `options`; with `new_results` it allocates them. Tensors of zeros, which would
     hide that a result is not written, hold other numbers.
     """
@@ -96,14 +96,14 @@ def of(entry: Entry, new_results: bool = False, **options: Any) -> Case:
 UNTRACED = ("CUDA graph", "blocks", "low level", "concat", "positions", "context", "fmha", "trtllm ragged")
 ALLOCATING = ("single prefill", "single decode, scales", "paged", "paged with ranges", "paged with sinks", "ragged")
 ALLOCATING += ("decode, scales", "xqa", "xqa, ragged", "trtllm, scales and lse", "latent", "latent, planned")
-CASES |= {name: of(entry) for name, entry in ENTRIES.items() if not any(word in name for word in UNTRACED)}
-CASES |= {f"{name}, new results": of(ENTRIES[name], True, return_lse=True) for name in ALLOCATING}
+CASES |= {name: call_of(entry) for name, entry in ENTRIES.items() if not any(word in name for word in UNTRACED)}
+CASES |= {f"{name}, new results": call_of(ENTRIES[name], True, return_lse=True) for name in ALLOCATING}
 CASES |= {
-    "paged, forward": of(ENTRIES["paged"], True, method="forward", causal=False, sm_scale=0.2, window_left=3),
-    "ragged, forward": of(ENTRIES["ragged"], True, method="forward_return_lse", causal=True, logits_soft_cap=5.0),
-    "decode, forward": of(ENTRIES["decode"], True, method="forward", window_left=4, v_scale=0.5),
-    "dequantise": of(NEW_RESULTS["dequantise"], output_dtype=torch.float16),
-    **{name: of(NEW_RESULTS[name]) for name in ("merge two", "merge several", "quantise")},
+    "paged, forward": call_of(ENTRIES["paged"], True, method="forward", causal=False, sm_scale=0.2, window_left=3),
+    "ragged, forward": call_of(ENTRIES["ragged"], True, method="forward_return_lse", causal=True, logits_soft_cap=5.0),
+    "decode, forward": call_of(ENTRIES["decode"], True, method="forward", window_left=4, v_scale=0.5),
+    "dequantise": call_of(NEW_RESULTS["dequantise"], output_dtype=torch.float16),
+    **{name: call_of(NEW_RESULTS[name]) for name in ("merge two", "merge several", "quantise")},
 }
 
 
@@ -121,14 +121,14 @@ def single_prefill_by_position(device: str) -> Call:
 
 @case
 def sink_run(device: str) -> Call:
-    call = of(ENTRIES["paged with sinks"], True)(device)
+    call = call_of(ENTRIES["paged with sinks"], True)(device)
     run = ENTRIES["paged with sinks"].begin(ENTRIES["paged with sinks"].on(device)).made.run
     return Call(lambda q, k, v, sinks: run(q, (k, v), sinks, 0.2), call.tensors, call.names)
 
 
 @case
 def trtllm_batch_decode(device: str) -> Call:
-    call = of(ENTRIES["trtllm, scales and lse"], True)(device)
+    call = call_of(ENTRIES["trtllm, scales and lse"], True)(device)
     options = {"out_dtype": "float16", "kv_layout": "NHD", "lse_layout": "HN", "return_lse": True, "max_seq_len": 16}
 
     def function(*tensors: Any) -> Any:

@@ -23,8 +23,8 @@ emulated = pytest.mark.emulator
 
 KINDS = [PAGED, RAGGED, DECODE]
 IDS = ["paged", "ragged", "decode"]
-TARGETS = [(*of, False) for of in itertools.product([("sm_80", "fa2")], KINDS)]
-TARGETS += [(*of, False) for of in itertools.product([("sm_90a", "fa3")], KINDS[:2])]
+TARGETS = [(*target, False) for target in itertools.product([("sm_80", "fa2")], KINDS)]
+TARGETS += [(*target, False) for target in itertools.product([("sm_90a", "fa3")], KINDS[:2])]
 TARGETS += [(("sm_90a", "xqa"), DECODE, graph) for graph in (False, True)]
 
 

@@ -12,6 +12,7 @@ from cute_attn import NotSupported, emulator
 from cute_attn.emulator import Schedule
 from cute_attn.request import operands
 from tests.support.batch_case import UNEVEN, BatchCase, call, decode, dims, heads, make, paged, ragged
+from tests.support.case import shifted
 from tests.support.engine_case import BF16, E4M3, Batch, Tokens, assert_close, workspace
 from tests.support.executors import Executor
 from tests.support.right import assert_right
@@ -46,15 +47,6 @@ def apart(cache: torch.Tensor, start: int = 8) -> torch.Tensor:
     rows = whole.view(cache.dtype)[..., start : start + width]
     rows.view(torch.uint8).copy_(cache.view(torch.uint8))
     return rows
-
-
-def moved(cache: torch.Tensor, offset: int) -> torch.Tensor:
-    """The same numbers at the same strides, `offset` bytes after a multiple of 16."""
-    memory = torch.zeros(cache.numel() + 16, dtype=torch.uint8, device=cache.device)
-    view = memory[offset : offset + cache.numel()].view(cache.dtype).view(cache.shape)
-    view.view(torch.uint8).copy_(cache.view(torch.uint8))
-    assert view.data_ptr() % 16 == offset
-    return view
 
 
 def tensors(kv: Any) -> list[torch.Tensor]:
@@ -107,7 +99,8 @@ def test_runs_of_one_plan_may_differ_in_alignment(executor: Executor) -> None:
     tokens = Tokens(Batch((1, 1), (33, 70), kv_dtype=E4M3), executor.device)
     made, expected = planned(tokens, executor.backend), tokens.expected(128**-0.5)[0]
     k, v = tokens.caches()
-    for caches in ((k, v), (moved(k, 8), v), (k, v), (k, moved(v, 8)), (apart(k), apart(v)), (k, v), (moved(k, 8), v)):
+    k_8, v_8 = shifted(k, 8), shifted(v, 8)
+    for caches in ((k, v), (k_8, v), (k, v), (k, v_8), (apart(k), apart(v)), (k, v), (k_8, v)):
         for _ in range(2):
             assert_close(made.run(tokens.q, caches), expected)
 

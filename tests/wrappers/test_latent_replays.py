@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import ArgumentError
 from cute_attn.wrappers import mla
 from tests.support.launch_corpus import RecordingDriver, parameters
 from tests.support.mla_case import SCALE, MlaCase
@@ -63,9 +62,3 @@ def test_what_differs_is_checked(driver: RecordingDriver, full_checks: list[Any]
     for _ in range(2):
         case.trtllm()
     assert len(full_checks) == 2
-    made, parts = case_of().wrapper(query_layout="split"), case.parts()
-    made.run(*parts)
-    with pytest.raises(ArgumentError, match="query must be split, as planned"):
-        made.run(query=case.q, kv_cache=parts[2:])
-    with pytest.raises(ArgumentError, match="query must not come with q_nope"):
-        made.run(*parts, query=case.q)

@@ -18,22 +18,15 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import (
-    ArgumentError,
-    ArgumentTypeError,
-    BatchDecodeWithPagedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-    RuntimeArgumentError,
-)
+from cute_attn import BatchDecodeWithPagedKVCacheWrapper
 from cute_attn.dispatch import capabilities, select
-from cute_attn.errors import NotSupported, Refusal
+from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.problem import Features
 from cute_attn.request import index_arrays
 from cute_attn.request.batch_plan import Splits
 from cute_attn.wrappers import graph as graph_buffers
 from tests.support import graphs
 from tests.support.batch_case import (
-    NO_PAGE,
     WORKSPACE,
     BatchCase,
     call,
@@ -45,6 +38,7 @@ from tests.support.batch_case import (
     ragged,
     wrapper,
 )
+from tests.support.entry_points import ENTRIES
 from tests.support.formula import assert_batch_right
 from tests.support.right import planned
 from tests.wrappers.kinds import (
@@ -98,22 +92,6 @@ def test_buffers_are_filled_and_returned(case: BatchCase) -> None:
     assert returned[1] is lse
     assert_batch_right(case, inputs, out, lse)
     assert wide[:, -1].isnan().all()
-    lse.fill_(math.nan)
-    assert made.run(inputs.q, *inputs.kv, out=out, lse=lse) is out  # `lse` alone returns nothing more, but is filled
-    assert not lse.isnan().any()
-
-
-@pytest.mark.parametrize("case", KINDS, ids=IDS)
-def test_a_run_may_repeat_the_window(case: BatchCase) -> None:
-    case = dataclasses.replace(case, window_left=5)
-    made, inputs = planned(case)
-    if case.kind == "ragged":
-        run(case, inputs, made)
-        return
-    for window_left in (None, 5):
-        run(case, inputs, made, window_left=window_left)
-    with pytest.raises(ArgumentError, match="planned 5, got -1"):
-        run(case, inputs, made, window_left=-1)
 
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
@@ -135,19 +113,6 @@ def test_lengths_given_twice_are_accepted() -> None:
     plan_and_run(PAGED, wrapper(PAGED), **more, **qo_lens)
 
 
-# ---- the older form
-
-
-@pytest.mark.parametrize("case", [PAGED, RAGGED], ids=IDS[:2])
-def test_forward_takes_options_by_position(case: BatchCase) -> None:
-    """By keyword: `test_variants.py`. Later runs have them, too."""
-    made, inputs = planned(dataclasses.replace(case, window_left=6))
-    case = dataclasses.replace(case, mask="causal", logits_soft_cap=1.5)
-    found = made.forward_return_lse(inputs.q, *inputs.kv, True, "NONE", False, logits_soft_cap=1.5)
-    assert_batch_right(case, inputs, *found)
-    run(case, inputs, made)
-
-
 SCALES = {"sm_scale": torch.tensor(0.5)}, {"sm_scale": torch.full((2,), 0.5)}
 
 
@@ -164,18 +129,6 @@ def test_what_only_equals_a_planned_option_is_refused(wrong: dict[str, Any]) -> 
 
 
 # ---- decode
-
-
-def test_data_type_is_the_default_of_both() -> None:
-    case = dataclasses.replace(DECODE, dtype="bfloat16")
-    made, inputs = wrapper(case), make(case)
-    arguments = {**plan_arguments(case, inputs), "q_data_type": None, "kv_data_type": None}
-    made.plan(**arguments, data_type=torch.bfloat16)
-    run(case, inputs, made)
-    fp8 = dataclasses.replace(case, kv_dtype="float8_e4m3fn")
-    inputs = make(fp8)
-    made.plan(**{**plan_arguments(fp8, inputs), "q_data_type": None}, data_type="bfloat16")
-    run(fp8, inputs, made)
 
 
 def test_positional_plan_of_decode() -> None:
@@ -201,10 +154,6 @@ def test_q_len_of_a_run() -> None:
 
 
 # ---- CUDA-graph mode
-
-
-def ints(size: int) -> torch.Tensor:
-    return torch.full((size,), NO_PAGE, dtype=torch.int32)
 
 
 MASKED = dataclasses.replace(PAGED, mask="custom")
@@ -253,15 +202,10 @@ def test_graph_mode_refuses(case: BatchCase, change: dict[str, Any], error: type
 
 
 def test_cuda_graph_decode_wrapper() -> None:
-    inputs = make(DECODE)
-    made = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(64, dtype=torch.uint8), ints(4), ints(20), ints(3), use_tensor_cores=True
-    )
+    entry = ENTRIES["decode, CUDA graph's own wrapper"]
+    made = entry.begin(entry.tensors).made  # type: ignore[attr-defined]
     assert isinstance(made, BatchDecodeWithPagedKVCacheWrapper)
     assert made.is_cuda_graph_enabled
-    assert made.use_tensor_cores
-    made.plan(**plan_arguments(DECODE, inputs))
-    run(DECODE, inputs, made)
 
 
 # ---- selection
@@ -357,14 +301,6 @@ def test_minus_one_is_none_and_disabling_wins(case: BatchCase, graph: bool) -> N
     assert planned_splits(case, graph, fixed_split_size=-1, disable_split_kv=True) == Splits(None, True)
     assert planned_splits(case, graph, fixed_split_size=4096, disable_split_kv=True) == Splits(None, True)
     assert planned_splits(case, graph, fixed_split_size=2, disable_split_kv=False) == Splits(2 * case.page_size, False)
-
-
-@pytest.mark.parametrize("case", KINDS, ids=IDS)
-def test_equal_requests_for_splits_stay_equal_under_graphs(case: BatchCase) -> None:
-    """Plans that disable splits are alike, whatever split size they name."""
-    made = made_for(case)
-    for seed, size in enumerate((4096, None, -1, 16)):
-        plan_and_run(dataclasses.replace(case, seed=seed), made, fixed_split_size=size, disable_split_kv=True)
 
 
 # ---- copies, which would share schedules with the original

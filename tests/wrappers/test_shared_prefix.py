@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import (
-    ArgumentError,
-    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
-    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
-    NotPlannedError,
-)
+from cute_attn import BatchDecodeWithSharedPrefixPagedKVCacheWrapper, BatchPrefillWithSharedPrefixPagedKVCacheWrapper
+from cute_attn.errors import ArgumentError, NotPlannedError
 from tests.support.batch_case import heads, make, paged
 from tests.support.dense_attention import assert_near, attention, random, seen
 from tests.support.engine_case import workspace

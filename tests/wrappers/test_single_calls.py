@@ -12,10 +12,8 @@ import torch
 
 from cute_attn import ArgumentError, single_decode_with_kv_cache, single_prefill_with_kv_cache
 from cute_attn.emulator.settings import using
-from cute_attn.request import operands as request_operands
 from cute_attn.request import single
 from cute_attn.wrappers import calls
-from tests.support.case import shifted
 from tests.support.noted import noted
 
 HEADS, HEAD_DIM = (4, 2), 64
@@ -92,23 +90,6 @@ def cached(x: Any, **options: Any) -> None:
     """Makes a call twice: the second is a replay."""
     for _ in range(2):
         single_prefill_with_kv_cache(*x, **options)
-
-
-@pytest.mark.usefixtures("driver")
-def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
-    full_checks: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is refused in every call: `tests/request/test_stored.py`."""
-    q, k, v = operands(3, 20)
-    cached((q, k, v))
-    cached((q, k, v), out=torch.empty_like(q))
-    monkeypatch.setattr(request_operands, "KERNEL_DEVICES", ("cpu",))
-    full_checks.clear()
-    single_prefill_with_kv_cache(shifted(q), k, v)  # is copied
-    assert len(full_checks) == 1
-    with torch.no_grad():
-        single_prefill_with_kv_cache(q, k, v.clone().requires_grad_())
-    assert len(full_checks) == 1
 
 
 @pytest.mark.usefixtures("driver")

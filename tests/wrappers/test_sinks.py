@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from cute_attn import (
-    ArgumentError,
-    BatchAttentionWithAttentionSinkWrapper,
-    BatchPrefillWithPagedKVCacheWrapper,
-    BatchPrefillWithRaggedKVCacheWrapper,
-    NotPlannedError,
-)
+from cute_attn import BatchAttentionWithAttentionSinkWrapper
+from cute_attn.errors import ArgumentError
+from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from tests.request.test_batch_errors import variant
 from tests.support.batch_case import BatchInputs, heads, make, paged, ragged
 from tests.support.dense_attention import EVERYWHERE, assert_near
 from tests.support.engine_case import Graph
@@ -29,12 +26,6 @@ INPUTS, SIZES = make(CASE), (4, 2, 64, 8)
 MADE_FOR = {"q_data_type": torch.float16, "kv_data_type": torch.float16, "head_dim_qk": 64, "head_dim_vo": 64}
 PLAN: dict[str, Any] = {"q_data_type": torch.float16, "kv_data_type": torch.float16, "causal": True}
 BUFFERS = "qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
-
-
-def jit_args() -> tuple[Any, ...]:
-    """FlashInfer's arguments of the variant, its CUDA source aside."""
-    types = torch.float16, torch.float16, torch.float16, torch.int32, 64, 64, ["sink"], ["float"], ["sm_scale"]
-    return "batch_prefill_attention_sink_f16_swa_False_fa2", *types, ["double"], "AttentionSink", "struct"
 
 
 def expected(sm_scale: float, inputs: BatchInputs = INPUTS, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +94,7 @@ def test_scales_change_with_fixed_buffers(device: str) -> None:
 
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_jit_args_of_the_sink_variant(kind: Any) -> None:
-    options = {"jit_args": kind(jit_args()), "jit_kwargs": {"use_sliding_window": False}}
+    options = {"jit_args": kind(variant()), "jit_kwargs": {"use_sliding_window": False}}
     paged: Any = BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1 << 18), "NHD", backend="auto", **options)
     paged.plan(*index(), *SIZES, **PLAN)
     assert_near(paged.run(INPUTS.q, *INPUTS.kv, INPUTS.sinks, 0.2), None, expected(0.2))
@@ -115,15 +106,8 @@ def test_jit_args_of_the_sink_variant(kind: Any) -> None:
     assert_near(ragged.run_return_lse(inputs.q, *inputs.kv, inputs.sinks, 0.7)[0], None, expected(0.7, inputs))
 
 
-def test_jit_args_that_ask_for_nothing_are_accepted() -> None:
-    for options in ({"jit_args": None, "jit_kwargs": {}}, {"jit_args": None, "jit_kwargs": None}):
-        assert BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1 << 16), **options)._sink_variant is None
-
-
 def test_bad_runs_are_named() -> None:
     wrapper, tensors, sinks = made(REFERENCE), (INPUTS.q, *INPUTS.kv), INPUTS.sinks
-    with pytest.raises(NotPlannedError):
-        wrapper.run(*tensors, sinks, 0.2)
     wrapper.plan(*index(), *SIZES, **PLAN)
     bad: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         ((), {}, "sinks must follow keys and values"),
