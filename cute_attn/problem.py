@@ -19,8 +19,6 @@ import torch
 
 from cute_attn.errors import RuntimeArgumentError
 
-MemoryRange = tuple[str, tuple[int, int]]  # a name for messages; addresses of the first byte and past the last
-
 
 class Features(NamedTuple):
     """The structure of a problem: hashable, without scale factors, lengths, and of strides and addresses only whether
@@ -303,7 +301,7 @@ class BatchPlan:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # of CUDA graphs, by name
     cached_runs: dict[Any, Any] = field(default_factory=dict)  # `wrappers.calls.Entry` by key
     run_settings: Callable[..., Settings] | None = None  # `request.batch_run` keeps the settings of runs here
-    protected: list[MemoryRange] | None = None  # memory of the plan that runs must not write, once a run asks for it
+    protected: list[tuple[int, int]] | None = None  # memory that runs must not write, once a run asks for it
 
     @property
     def rows(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.problem import BatchPlan, BatchProblem, DeviceLengths, Features, MemoryRange, Settings
+from cute_attn.problem import BatchPlan, BatchProblem, DeviceLengths, Features, Settings
 from cute_attn.request import checks, key_ranges, operands
 from cute_attn.request.caches import cache_halves, is_large
 from cute_attn.request.key_ranges import KeyRanges
@@ -263,20 +263,24 @@ def keep_apart(plan: BatchPlan, arguments: RunArguments, kv: Any) -> None:
     read += checks.named(HEAD_SCALES, arguments.head_scales)
     if arguments.ranges is not None:
         read.append((key_ranges.NAME, arguments.ranges.ranges))
-    checks.apart((("out", arguments.out), ("lse", arguments.lse)), read, protected_memory(plan))
+    checks.apart((("out", arguments.out), ("lse", arguments.lse)), [*_kept(plan), *read])
 
 
-def protected_memory(plan: BatchPlan) -> list[MemoryRange]:
-    """Return the memory of the plan, which a run must not write, by name."""
+def protected_memory(plan: BatchPlan) -> list[tuple[int, int]]:
+    """Return the memory of the plan, which a run must not write: addresses of the first byte and past the last."""
     if plan.protected is None:
-        on_device = plan.lengths.arrays().items() if isinstance(plan.lengths, DeviceLengths) else ()
-        kept = [
-            ("kv_indices", plan.lengths.kv_indices),
-            ("packed_mask", plan.packed_mask),
-            ("the workspace", plan.workspace),
-            ("the schedule", plan.staging and plan.staging.memory),
-            *on_device,
-            *plan.buffers.items(),
-        ]
-        plan.protected = [(name, checks.extent(x)) for name, x in kept if isinstance(x, torch.Tensor) and x.numel()]
+        plan.protected = [checks.extent(x) for _, x in _kept(plan) if isinstance(x, torch.Tensor) and x.numel()]
     return plan.protected
+
+
+def _kept(plan: BatchPlan) -> list[tuple[str, Any]]:
+    """Return what the plan keeps, by name."""
+    on_device = plan.lengths.arrays().items() if isinstance(plan.lengths, DeviceLengths) else ()
+    return [
+        ("kv_indices", plan.lengths.kv_indices),
+        ("packed_mask", plan.packed_mask),
+        ("the workspace", plan.workspace),
+        ("the schedule", plan.staging and plan.staging.memory),
+        *on_device,
+        *plan.buffers.items(),
+    ]

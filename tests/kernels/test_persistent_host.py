@@ -5,6 +5,7 @@ calls: `tests/api/test_launch_corpus.py`; others: numbers of the kernels, `tests
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -44,8 +45,8 @@ def tile_of(target: Target, problem: Problem) -> Any:
 
 
 def maps(target: Target, problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
-    of = TensorMaps(problem.settings, tile_of(target, problem), heads)
-    return decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.k(problem.k)(problem.k.data_ptr()))
+    of, q, k = TensorMaps(problem.settings, tile_of(target, problem), heads), problem.q, problem.k
+    return decode(of.q(q)(problem.qo_len, q.data_ptr())), decode(of.k(k)(problem.kv_len, k.data_ptr()))
 
 
 def test_empty_and_single_axes(target: Target) -> None:
@@ -152,10 +153,10 @@ def test_sections_of_a_batch(
 
 def test_a_plan_makes_its_counters(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first run may be captured in a CUDA graph, where memory cannot be made."""
-    made: list[int] = []
-    monkeypatch.setattr(counters, "of_device", made.append)
+    of_device = mock.Mock()
+    monkeypatch.setattr(counters, "of_device", of_device)
     batch = paged((70, 3), (90, 33), page_size=4, **heads(4, 2))
     inputs = make(batch)
     with recorded(), using(target.arch.name, kernels=target.name, sms=2):
         wrapper(batch, inputs.q.device, backend="emulator").plan(**plan_arguments(batch, inputs))
-    assert made == [CPU]
+    of_device.assert_called_once_with(CPU)

@@ -79,20 +79,21 @@ class BatchSchedule(Generic[T_co]):
         return self.work.num_partials * self.tiling.params.partial_bytes, self.work.ints.nbytes
 
 
-Memory = tuple[int, int, int]  # address and number of page indices, and address of the workspace
+Memory = tuple[tuple[int, int], int]  # address and number of page indices, and address of the workspace
+Work = tuple[object, Memory, Settled, tuple[int, int, int], Settled, Values]
+# ^ of a version and memory: of the attention launch what is settled and `Launched.scratch`; of combine also partials
 
 
 class Launched(NamedTuple):
-    """What a plan decides of its launches, and the memory for which it does."""
+    """What a plan decides of its launches with some memory."""
 
-    version: object  # of the `BatchRun`
-    memory: Memory
     grid: Grid
     numbers: Values  # of the attention kernel
     combine_grid: Grid
     merges: Values  # numbers of the combine kernel
     partials: Values  # addresses
-    more: Values  # addresses of the attention kernel, which come after those of tensors
+    scratch: tuple[int, int, int] = (0, 0, 0)  # addresses of counters and partial results, and the most keys of a
+    # ^ request, of kernels that split the keys themselves
 
 
 class BatchRun(Runner):
@@ -104,7 +105,6 @@ class BatchRun(Runner):
 
     def __init__(self, settings: Settings, gpu: Gpu) -> None:
         self.settings, self.gpu = settings, gpu
-        self.launched = Launched(self, (0, 0, 0), (0, 1, 1), (), (0, 1, 1), (), (), ())
 
     def kernel(self, settings: Settings) -> PreparedKernel:
         """Returns the kernel of a run's settings, which may differ from the planned ones in numbers and in the score
@@ -127,30 +127,33 @@ class BatchRun(Runner):
         out_strides: Values = ()
         if combine is not None:
             out_strides, (merge, pick_final) = combine.output.strides(problem.out), combine.launches.of(roles)
-        latest: tuple[Launched, Settled, Settled] | None = None
+        counter = kernel.counter
+        latest: Work | None = None
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
-            launched, memory = self.launched, memory_of(*tensors[6:])
-            if launched.version is not self.version or launched.memory != memory:
-                launched = self.launched = self.decided(memory)
+            _, _, _, _, _, optional, kv_indices, workspace = tensors
+            pages, partials = (0, 0), 0  # the same tensors may move in place
+            if kv_indices is not None:
+                pages = kv_indices.data_ptr(), kv_indices.numel()
+            if workspace is not None:
+                partials = workspace.data_ptr()
+            memory = pages, partials
             work = latest  # once: threads share this
-            if work is None or work[0] is not launched:
+            if work is None or work[0] is not self.version or work[1] != memory:
+                version, launched = self.version, self.decided(memory)
                 settled = launched.grid, strides, launched.numbers
-                work = latest = launched, settled, (launched.combine_grid, out_strides, launched.merges)
-            _, settled, to_combine = work
-            if not launched.grid[0]:
+                to_combine = launched.combine_grid, out_strides, launched.merges
+                work = latest = version, memory, settled, launched.scratch, to_combine, launched.partials
+            _, _, settled, (counters, partials, most_keys), to_combine, of_combine = work
+            if not settled[0][0]:
                 return
-            stream, optional = current_stream(index), tensors[5]
-            moving = addresses((q, k, v, out, lse, stream, 0)) + launched.more
+            stream = current_stream(index)
+            if counter is not None:
+                counters = counter(stream)
+            moving = addresses((q, k, v, out, lse, counters, partials, most_keys))
             attention.fire(stream, moving + pick(optional) if optional else moving, settled)
             if combine is not None:
-                merge.fire(stream, (out, lse, *launched.partials, *pick_final(optional)), to_combine)
+                merge.fire(stream, (out, lse, *of_combine, *pick_final(optional)), to_combine)
 
         return fire
-
-
-def memory_of(kv_indices: torch.Tensor | None, workspace: torch.Tensor | None) -> Memory:
-    """Returns where launches read page indices and write partial results. The same tensors may move in place."""
-    pages, entries = (0, 0) if kv_indices is None else (kv_indices.data_ptr(), kv_indices.shape[0])
-    return pages, entries, 0 if workspace is None else workspace.data_ptr()

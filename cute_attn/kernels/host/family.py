@@ -217,7 +217,7 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         """Returns grids, and values of the tile order fields, `params.batch_fields` and the combine kernel's
         MERGE_FIELDS.
         """
-        pages, _, workspace = memory
+        (pages, _), workspace = memory
         schedule, work, items = self.schedule, self.schedule.work, self.items
         o = workspace if schedule.merges else 0
         partials = o, o + schedule.partial_o_bytes
@@ -226,4 +226,4 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         merge_items = items + 4 * ITEM_INTS * work.item_capacity
         combine_grid, *rows = schedule.combine
         merges = *rows, merge_items, schedule.rows_per_merge, schedule.tiling.params.rows
-        return Launched(schedule, memory, schedule.grid, numbers, combine_grid, merges, partials, ())
+        return Launched(schedule.grid, numbers, combine_grid, merges, partials)

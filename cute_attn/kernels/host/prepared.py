@@ -19,9 +19,10 @@ from cute_attn.runtime.launch import Launch, Values
 MAX_PREPARED = 1024  # of the layers of a model: what runs their calls, kernels, tilings and layouts of tensor maps
 
 Grid = tuple[int, int, int]
-Addresses = Callable[[tuple[int, int, int, int, int, int, int]], Values]
-# ^ from addresses of q, k, v, out and lse, a stream, and the address of memory for partial results, or 0
-PLAIN: Addresses = operator.itemgetter(0, 1, 2, 3, 4)  # of kernels without tensor maps
+Places = tuple[int, int, int, int, int, int, int, int]
+# ^ addresses of q, k, v, out, lse, counters and memory for partial results, 0 where there are none; the number of keys
+Addresses = Callable[[Places], Values]
+PLAIN: Addresses = operator.itemgetter(0, 1, 2, 3, 4)  # of kernels without tensor maps, counters and partial results
 
 K = TypeVar("K")
 
@@ -30,6 +31,8 @@ class PreparedKernel:
     """Launches of one kernel: addresses move, and a grid, strides and numbers of the schedule are settled for longer.
     Subclasses define strides and addresses.
     """
+
+    counter: Callable[[int], int] | None = None  # from a stream to the address of the counters for a launch on it
 
     def __init__(
         self,
@@ -55,10 +58,13 @@ class PreparedKernel:
         raise NotImplementedError
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
-        """Returns a function that computes the values of the addresses' fields, or of the first ones, for tensors of
-        these layouts.
+        """Returns a function that computes the values of the addresses' fields for tensors of these layouts; of single
+        requests with any number of keys.
         """
         return PLAIN
+
+    def check_span(self, kv_len: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raises an ArgumentError for so many keys if the kernel cannot address all with these strides."""
 
 
 @functools.lru_cache(MAX_PREPARED)

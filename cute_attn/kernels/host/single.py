@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -46,9 +46,29 @@ class SingleSchedule(Generic[T]):
 
 Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
 Launches = tuple[Bound, Pick]
-Work = tuple[int, Launches, Addresses, Settled, int, tuple[Launches, Settled, int] | None, SingleSchedule[Any]]
-# ^ of a number of keys: the attention launches, addresses, what is settled, and bytes of partial results; of combine
-# ^ launches where the partial lse begin in these; and the schedule
+
+
+class OfKernel(NamedTuple):
+    """What launches of a kernel have in common whatever the number of keys."""
+
+    attention: Launches
+    addresses: Addresses
+    strides: Values
+    combine: Launches | None
+    out_strides: Values  # of combine
+
+
+@dataclass(slots=True)
+class Work:
+    """Launches of all numbers of keys that have one schedule."""
+
+    attention: Launches
+    addresses: Addresses
+    counter: Callable[[int], int] | None
+    settled: Settled
+    partials: int  # memory for partial results, in elements of q
+    combined: tuple[Launches, Settled, int] | None  # combine launches, and bytes to where the partial lse begin
+    schedule: SingleSchedule[Any]
 
 
 class SingleRun(Runner, Generic[T]):
@@ -67,7 +87,9 @@ class SingleRun(Runner, Generic[T]):
         """
         self.device_index, self.sms, self.scheduler = gpu.device_index, gpu.sms, scheduler
         self.kernel, self.records = kernel, records
-        self.num_qo_heads, self.head_dim_vo = settings.features.num_qo_heads, settings.features.head_dim_vo
+        features = settings.features
+        self.num_qo_heads, self.head_dim_vo = features.num_qo_heads, features.head_dim_vo
+        self.q_itemsize = features.q_dtype.itemsize
         self.launch = functools.lru_cache(MAX_LENGTHS)(self._launch)  # the layers of a model repeat lengths
 
     def bind(self, problem: Problem) -> Fire:
@@ -76,25 +98,28 @@ class SingleRun(Runner, Generic[T]):
         if qo_len == 0:
             return launch_nothing
         roles, _ = optional_tensors(problem)
-        strides: dict[PreparedKernel, tuple[Values, Values]] = {}  # of the attention and combine launches
-        latest: Work | None = None
+        kernels: dict[PreparedKernel, OfKernel] = {}
+        latest: tuple[int, Work | None] = 0, None  # a number of keys, and its work
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
-            kv_len, work = tensors[6], latest  # once: threads share this
-            if work is None or work[0] != kv_len:
-                work = latest = self._work((qo_len, kv_len), tensors, roles, block_scales, strides, work)
-            _, (attention, pick), addresses, settled, partial_bytes, combined, _ = work
+            kv_len, (known, work) = tensors[6], latest  # once: threads share this
+            if work is None or known != kv_len:
+                work = self._work((qo_len, kv_len), tensors, roles, block_scales, kernels, work)
+                latest = kv_len, work
+            (attention, pick), counter = work.attention, work.counter
             stream, optional, at = current_stream(index), tensors[5], 0
-            if partial_bytes:  # the caching allocator keeps them with a captured graph
-                partials = tensors[0].new_empty(partial_bytes, dtype=torch.uint8)
+            counters = 0 if counter is None else counter(stream)
+            if work.partials:  # the caching allocator keeps them with a captured graph
+                partials = tensors[0].new_empty(work.partials)  # naming a dtype would take 0.2 us
                 at = partials.data_ptr()
-            if combined is None:
-                moving = addresses((q, k, v, out, lse, stream, at))
-                attention.fire(stream, moving + pick(optional) if optional else moving, settled)
+            if work.combined is None:
+                moving = work.addresses((q, k, v, out, lse, counters, at, kv_len))
+                attention.fire(stream, moving + pick(optional) if optional else moving, work.settled)
                 return
-            (combine, pick_final), to_combine, of_lse = combined
-            attention.fire(stream, addresses((q, k, v, at, at + of_lse, stream, at)) + pick(optional), settled)
+            (combine, pick_final), to_combine, of_lse = work.combined
+            moving = work.addresses((q, k, v, at, at + of_lse, counters, at, kv_len))
+            attention.fire(stream, moving + pick(optional), work.settled)
             combine.fire(stream, (out, lse, at, at + of_lse, *pick_final(optional)), to_combine)
 
         return fire
@@ -105,31 +130,38 @@ class SingleRun(Runner, Generic[T]):
         tensors: Tensors,
         roles: Roles,
         block_scales: Values,
-        strides: dict[PreparedKernel, tuple[Values, Values]],
+        kernels: dict[PreparedKernel, OfKernel],
         before: Work | None,
     ) -> Work:
-        """Returns what launches of a number of keys have in common, and notes strides of a kernel that comes anew.
+        """Returns the launches of a number of keys, and notes what those of a kernel that comes anew have in common.
         `before`: of another number, which may have the same schedule.
         """
         (qo_len, kv_len), (q, k, v, out, *_) = lengths, tensors
         schedule = self.launch(qo_len, kv_len)
         kernel = schedule.kernel
         assert kernel is not None
-        addresses, combine = kernel.addresses(q, k, v, out), kernel.combine
-        if before is not None and before[6] is schedule:
-            return kv_len, before[1], addresses, *before[3:]
-        if kernel not in strides:
-            out_strides: Values = () if combine is None else combine.output.strides(out)
-            strides[kernel] = kernel.strides(q, k, v, out, block_scales), out_strides
-        of_kernel, out_strides = strides[kernel]
+        kernel.check_span(kv_len, k, v)
+        if before is not None and before.schedule is schedule:
+            return before
+        if kernel not in kernels:
+            combine, operands = kernel.combine, (q, k, v, out)
+            kernels[kernel] = OfKernel(
+                kernel.attention.of(roles),
+                kernel.addresses(*operands),
+                kernel.strides(*operands, block_scales),
+                None if combine is None else combine.launches.of(roles),
+                () if combine is None else combine.output.strides(out),
+            )
+        attention, addresses, strides, combine_launches, out_strides = kernels[kernel]
         combined = None
-        if combine is not None:
+        if combine_launches is not None:
             splits = schedule.num_splits
             merge_grid, *rows = rows_of_warps(qo_len * self.num_qo_heads, self.sms)
             settled = merge_grid, out_strides, (*rows, qo_len, splits)
-            combined = combine.launches.of(roles), settled, qo_len * self.num_qo_heads * splits * 4 * self.head_dim_vo
-        attention, to_attention = kernel.attention.of(roles), (schedule.grid, of_kernel, schedule.numbers)
-        return kv_len, attention, addresses, to_attention, schedule.partial_bytes, combined, schedule
+            combined = combine_launches, settled, qo_len * self.num_qo_heads * splits * 4 * self.head_dim_vo
+        partials = schedule.partial_bytes // self.q_itemsize
+        to_attention = schedule.grid, strides, schedule.numbers
+        return Work(attention, addresses, kernel.counter, to_attention, partials, combined, schedule)
 
     def _launch(self, qo_len: int, kv_len: int) -> SingleSchedule[T]:
         """Returns the schedule of a request of these lengths with its kernel; `launch` memoises it."""
