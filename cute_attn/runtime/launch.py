@@ -28,6 +28,8 @@ MISMATCHES = struct.error, OverflowError, TypeError, ValueError  # of values tha
 Value = int | float | bytes
 Values = tuple[Value, ...]
 Write = Callable[[Values], None]
+Places = tuple[Sequence[int], Sequence[int]]  # of tensors whose addresses, and whose numbers of elements, are values
+NO_PLACES: Places = (), ()
 Bind = Callable[[Any], Write]  # from a buffer to a function that stores values of some fields in it
 
 MAX_CLUSTER = 8  # CTAs that every GPU with clusters runs together; 12 and 16 were slower (docs/kernels/xqa.md)
@@ -60,11 +62,14 @@ class Launch:
         self.function = _function(artifact, device_index)
         self.layout = ParamLayout(artifact.params)
 
-    def bind(self, static: Mapping[str, Value], moving: Sequence[str], *groups: Sequence[str]) -> Bound:
+    def bind(
+        self, static: Mapping[str, Value], moving: Sequence[str], *groups: Sequence[str], of_tensors: Places = NO_PLACES
+    ) -> Bound:
         """Returns launches whose fields in `static` have these values. Those in `moving` have others in every launch,
-        those of `groups` often the same. A ValueError unless every parameter of the kernel is named once.
+        the last ones `of_tensors`, and those of `groups` often the same. A ValueError unless every parameter of the
+        kernel is named once.
         """
-        return Bound(self, static, moving, groups)
+        return Bound(self, static, moving, groups, of_tensors)
 
 
 Settled = tuple[Any, ...]  # a grid, and a tuple of values for each group of `Launch.bind`
@@ -74,9 +79,14 @@ class Bound:
     """Launches of one kernel with parameter storage of their own. Threads may share it."""
 
     def __init__(
-        self, launch: Launch, static: Mapping[str, Value], moving: Sequence[str], groups: Sequence[Sequence[str]]
+        self,
+        launch: Launch,
+        static: Mapping[str, Value],
+        moving: Sequence[str],
+        groups: Sequence[Sequence[str]],
+        of_tensors: Places,
     ) -> None:
-        self.artifact = launch.artifact
+        self.artifact, self.of_tensors = launch.artifact, of_tensors
         block = ParamBlock(launch.layout, static, (moving, *groups))
         self._write, *self._writers = block.writers
         self._config = config = _config(launch.driver, launch.artifact, launch.pdl)
@@ -85,10 +95,12 @@ class Bound:
         self._stream: int | None = None
         self._settled: Settled = (None,) * (1 + len(groups))  # what the latest launch has written
 
-    def fire(self, stream: int, moving: Values, settled: Settled) -> None:
-        """Launches on `stream`, a raw handle of the device, with these values of the moving fields, a grid, and values
-        of the groups. What is the same object as before is not written again.
+    def fire(self, stream: int, moving: Values, settled: Settled, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Launches on `stream`, a raw handle of the device, with these values of the moving fields but for those of
+        `tensors`, a grid, and values of the groups. What is the same object as before is not written again.
         """
+        if tensors:
+            moving += self.values_of(tensors)
         driver, context, config, function, address, lock = self._constant  # once: each attribute takes as long as this
         with lock:
             if settled is not self._settled:
@@ -103,6 +115,11 @@ class Bound:
                     status = driver.cuLaunchKernelEx(config, function, address, 0)[0]
         if status:
             raise RuntimeError(f"launching {self.artifact.symbol} with grid {settled[0]} failed: {status.name}")
+
+    def values_of(self, tensors: Sequence[torch.Tensor]) -> Values:
+        """Returns the values of the last moving fields."""
+        addresses, sizes = self.of_tensors
+        return tuple([tensors[i].data_ptr() for i in addresses] + [tensors[i].numel() for i in sizes])
 
     def _settle(self, settled: Settled) -> None:
         """Writes a grid and the groups that have changed."""

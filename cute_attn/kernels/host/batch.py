@@ -123,10 +123,10 @@ class BatchRun(Runner):
         kernel, index, operands = self.kernel(problem.settings), self.gpu.device_index, problem[1:5]
         strides, addresses = kernel.strides(*operands, block_scale_strides(problem)), kernel.addresses(*operands)
         roles, _ = optional_tensors(problem)
-        (attention, pick), combine = kernel.attention.of(roles), kernel.combine
+        attention, combine = kernel.attention.of(roles), kernel.combine
         out_strides: Values = ()
         if combine is not None:
-            out_strides, (merge, pick_final) = combine.output.strides(problem.out), combine.launches.of(roles)
+            out_strides, merge = combine.output.strides(problem.out), combine.launches.of(roles)
         latest: tuple[Launched, Settled, Settled] | None = None
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
@@ -143,9 +143,9 @@ class BatchRun(Runner):
                 return
             stream, optional = current_stream(index), tensors[5]
             moving = addresses((q, k, v, out, lse, stream, 0)) + launched.more
-            attention.fire(stream, moving + pick(optional) if optional else moving, settled)
+            attention.fire(stream, moving, settled, optional)
             if combine is not None:
-                merge.fire(stream, (out, lse, *launched.partials, *pick_final(optional)), to_combine)
+                merge.fire(stream, (out, lse, *launched.partials), to_combine, optional)
 
         return fire
 

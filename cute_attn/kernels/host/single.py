@@ -13,7 +13,6 @@ from cute_attn.kernels.combine.spec import rows_of_warps
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import (
     Fire,
-    Pick,
     Roles,
     Runner,
     block_scale_strides,
@@ -45,8 +44,7 @@ class SingleSchedule(Generic[T]):
 
 
 Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
-Launches = tuple[Bound, Pick]
-Work = tuple[int, Launches, Addresses, Settled, int, tuple[Launches, Settled, int] | None, SingleSchedule[Any]]
+Work = tuple[int, Bound, Addresses, Settled, int, tuple[Bound, Settled, int] | None, SingleSchedule[Any]]
 # ^ of a number of keys: the attention launches, addresses, what is settled, and bytes of partial results; of combine
 # ^ launches where the partial lse begin in these; and the schedule
 
@@ -84,18 +82,17 @@ class SingleRun(Runner, Generic[T]):
             kv_len, work = tensors[6], latest  # once: threads share this
             if work is None or work[0] != kv_len:
                 work = latest = self._work((qo_len, kv_len), tensors, roles, block_scales, strides, work)
-            _, (attention, pick), addresses, settled, partial_bytes, combined, _ = work
+            _, attention, addresses, settled, partial_bytes, combined, _ = work
             stream, optional, at = current_stream(index), tensors[5], 0
             if partial_bytes:  # the caching allocator keeps them with a captured graph
                 partials = tensors[0].new_empty(partial_bytes, dtype=torch.uint8)
                 at = partials.data_ptr()
             if combined is None:
-                moving = addresses((q, k, v, out, lse, stream, at))
-                attention.fire(stream, moving + pick(optional) if optional else moving, settled)
+                attention.fire(stream, addresses((q, k, v, out, lse, stream, at)), settled, optional)
                 return
-            (combine, pick_final), to_combine, of_lse = combined
-            attention.fire(stream, addresses((q, k, v, at, at + of_lse, stream, at)) + pick(optional), settled)
-            combine.fire(stream, (out, lse, at, at + of_lse, *pick_final(optional)), to_combine)
+            combine, to_combine, of_lse = combined
+            attention.fire(stream, addresses((q, k, v, at, at + of_lse, stream, at)), settled, optional)
+            combine.fire(stream, (out, lse, at, at + of_lse), to_combine, optional)
 
         return fire
 
