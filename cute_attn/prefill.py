@@ -152,20 +152,27 @@ def single_prefill_with_kv_cache(
     mask = custom_mask if packed_custom_mask is None else packed_custom_mask
     of_k, of_v = k_scale, v_scale
     roles, optional, read = calls.NONE
+    keys_axis: int | None = kv_layout == "HND"
     if not k_scale is v_scale is sinks is mask is scale_q is scale_k is scale_v is kv_cache_sf is None:
         heads = None if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
         (_, of_k, of_v), roles, optional, read = calls.operands(
             (None, k_scale, v_scale), sinks, mask, heads, kv_cache_sf
         )
-    names = kv_layout, pos_encoding_mode, o_dtype, backend, lse_base, roles
-    given = q, k, v, out, lse, None, optional, read
+        if not mask is kv_cache_sf is None:  # whose shapes say how many keys there are
+            keys_axis = None
+        if packed_custom_mask is not None and custom_mask is not None:  # which is checked and not used
+            read = *read, custom_mask
+    names = kv_layout, pos_encoding_mode, o_dtype, backend, lse_base, roles, packed_custom_mask is None
+    given = q, k, v, out, lse, (), optional, read
     numbers = (
         causal, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse,
         enable_pdl, allow_fp16_qk_reduction, of_k, of_v,
     )  # fmt: skip
-    key, kv_len, entry = calls.find(calls.UNPLANNED, given, numbers, names, kv_layout == "HND")
-    if entry is not None and (outputs := calls.replay(entry, given, (kv_len,), kv_len)) is not None:
-        return outputs if return_lse else outputs[0]
+    key, kv_len, entry = calls.find(calls.UNPLANNED, given, numbers, names, keys_axis)
+    if entry is not None:
+        kv_len = kv_len or k.shape[kv_layout == "HND"]
+        if (outputs := calls.replay(entry, given, (kv_len,), kv_len)) is not None:
+            return outputs if return_lse else outputs[0]
     positional.check_scales(scale_q, scale_k, scale_v)
     checks.fp16_hint(use_fp16_qk_reduction, allow_fp16_qk_reduction)
     call = Call(  # by position: keywords would cost 0.7 us

@@ -15,17 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_attn.emulator import settings
 from cute_attn.emulator.memory import Flags, GlobalMemory, Region
 from cute_attn.runtime.artifact import Artifact
-from cute_attn.runtime.launch import (
-    NO_PLACES,
-    Bound,
-    Launch,
-    ParamBlock,
-    ParamLayout,
-    Places,
-    Settled,
-    Value,
-    Values,
-)
+from cute_attn.runtime.launch import Bound, Launch, ParamBlock, ParamLayout, Settled, Value, Values
 
 _memory: contextvars.ContextVar[GlobalMemory | None] = contextvars.ContextVar("emulated memory", default=None)
 
@@ -37,20 +27,15 @@ class EmulatedLaunch(Launch):
         self.artifact, self.pdl = artifact, pdl
         self.layout = ParamLayout(artifact.params)
 
-    def bind(
-        self, static: Mapping[str, Value], moving: Sequence[str], *groups: Sequence[str], of_tensors: Places = NO_PLACES
-    ) -> EmulatedBound:
-        return EmulatedBound(self, static, (moving, *groups), of_tensors)
+    def bind(self, static: Mapping[str, Value], moving: Sequence[str], *groups: Sequence[str]) -> EmulatedBound:
+        return EmulatedBound(self, static, (moving, *groups))
 
 
 class EmulatedBound(Bound):
     """Emulated launches of one kernel."""
 
-    def __init__(
-        self, launch: EmulatedLaunch, static: Mapping[str, Value], groups: Sequence[Sequence[str]], of_tensors: Places
-    ) -> None:
-        self.artifact, self.of_tensors = launch.artifact, of_tensors
-        self._block = ParamBlock(launch.layout, static, groups)
+    def __init__(self, launch: EmulatedLaunch, static: Mapping[str, Value], groups: Sequence[Sequence[str]]) -> None:
+        self.artifact, self._block = launch.artifact, ParamBlock(launch.layout, static, groups)
         names = "symbol", "block", "cluster", "smem_bytes", "registers"
         self.description = {
             **{name: getattr(self.artifact, name) for name in names},
@@ -65,7 +50,7 @@ class EmulatedBound(Bound):
         from cute_attn.emulator.run import launch  # the machine: 50 ms that processes with a GPU do without
 
         grid, *groups = settled
-        for write, values in zip(self._block.writers, (moving + self.values_of(tensors), *groups), strict=True):
+        for write, values in zip(self._block.writers, (moving + self._values_of(tensors), *groups), strict=True):
             write(values)
         start = time.perf_counter()
         ptx = self.artifact.ptx

@@ -28,8 +28,6 @@ MISMATCHES = struct.error, OverflowError, TypeError, ValueError  # of values tha
 Value = int | float | bytes
 Values = tuple[Value, ...]
 Write = Callable[[Values], None]
-Places = tuple[Sequence[int], Sequence[int]]  # of tensors whose addresses, and whose numbers of elements, are values
-NO_PLACES: Places = (), ()
 Bind = Callable[[Any], Write]  # from a buffer to a function that stores values of some fields in it
 
 MAX_CLUSTER = 8  # CTAs that every GPU with clusters runs together; 12 and 16 were slower (docs/kernels/xqa.md)
@@ -62,14 +60,11 @@ class Launch:
         self.function = _function(artifact, device_index)
         self.layout = ParamLayout(artifact.params)
 
-    def bind(
-        self, static: Mapping[str, Value], moving: Sequence[str], *groups: Sequence[str], of_tensors: Places = NO_PLACES
-    ) -> Bound:
+    def bind(self, static: Mapping[str, Value], moving: Sequence[str], *groups: Sequence[str]) -> Bound:
         """Returns launches whose fields in `static` have these values. Those in `moving` have others in every launch,
-        the last ones `of_tensors`, and those of `groups` often the same. A ValueError unless every parameter of the
-        kernel is named once.
+        those of `groups` often the same. A ValueError unless every parameter of the kernel is named once.
         """
-        return Bound(self, static, moving, groups, of_tensors)
+        return Bound(self, static, moving, groups)
 
 
 Settled = tuple[Any, ...]  # a grid, and a tuple of values for each group of `Launch.bind`
@@ -78,15 +73,13 @@ Settled = tuple[Any, ...]  # a grid, and a tuple of values for each group of `La
 class Bound:
     """Launches of one kernel with parameter storage of their own. Threads may share it."""
 
+    # Of tensors that launches are given: those whose addresses, then those whose sizes are the last moving values.
+    of_tensors: tuple[Sequence[int], Sequence[int]] = (), ()
+
     def __init__(
-        self,
-        launch: Launch,
-        static: Mapping[str, Value],
-        moving: Sequence[str],
-        groups: Sequence[Sequence[str]],
-        of_tensors: Places,
+        self, launch: Launch, static: Mapping[str, Value], moving: Sequence[str], groups: Sequence[Sequence[str]]
     ) -> None:
-        self.artifact, self.of_tensors = launch.artifact, of_tensors
+        self.artifact = launch.artifact
         block = ParamBlock(launch.layout, static, (moving, *groups))
         self._write, *self._writers = block.writers
         self._config = config = _config(launch.driver, launch.artifact, launch.pdl)
@@ -100,7 +93,7 @@ class Bound:
         `tensors`, a grid, and values of the groups. What is the same object as before is not written again.
         """
         if tensors:
-            moving += self.values_of(tensors)
+            moving += self._values_of(tensors)
         driver, context, config, function, address, lock = self._constant  # once: each attribute takes as long as this
         with lock:
             if settled is not self._settled:
@@ -116,8 +109,7 @@ class Bound:
         if status:
             raise RuntimeError(f"launching {self.artifact.symbol} with grid {settled[0]} failed: {status.name}")
 
-    def values_of(self, tensors: Sequence[torch.Tensor]) -> Values:
-        """Returns the values of the last moving fields."""
+    def _values_of(self, tensors: Sequence[torch.Tensor]) -> Values:
         addresses, sizes = self.of_tensors
         return tuple([tensors[i].data_ptr() for i in addresses] + [tensors[i].numel() for i in sizes])
 

@@ -79,8 +79,9 @@ class OptionalBounds:
             fields = [names[i] for i in places] + [MASK_BYTES] * len(masks)
             moving, *groups = self._groups
             zeros = dict.fromkeys(self._free.difference(fields), 0)
-            static, moving = {**self._static, **zeros}, (*moving, *fields)
-            found = self._bounds[roles] = self._launch.bind(static, moving, *groups, of_tensors=(places, masks))
+            found = self._launch.bind({**self._static, **zeros}, (*moving, *fields), *groups)
+            found.of_tensors = places, masks
+            self._bounds[roles] = found
         return found
 
 
