@@ -21,6 +21,7 @@ from cute_attn.request.settings import LSE_BASES, MIN_SCALE, once
 
 LSE_LAYOUTS = ("NH", "HN")
 NO_WINDOWS = (-1, -1)
+LseForm = tuple[Any, Any]  # `lse_base` and `lse_layout` of a run
 
 
 class RunArguments(NamedTuple):

@@ -73,6 +73,9 @@ Settled = tuple[Any, ...]  # a grid, and a tuple of values for each group of `La
 class Bound:
     """Launches of one kernel with parameter storage of their own. Threads may share it."""
 
+    # Of tensors that launches are given: those whose addresses, then those whose sizes are the last moving values.
+    of_tensors: tuple[Sequence[int], Sequence[int]] = (), ()
+
     def __init__(
         self, launch: Launch, static: Mapping[str, Value], moving: Sequence[str], groups: Sequence[Sequence[str]]
     ) -> None:
@@ -85,10 +88,12 @@ class Bound:
         self._stream: int | None = None
         self._settled: Settled = (None,) * (1 + len(groups))  # what the latest launch has written
 
-    def fire(self, stream: int, moving: Values, settled: Settled) -> None:
-        """Launches on `stream`, a raw handle of the device, with these values of the moving fields, a grid, and values
-        of the groups. What is the same object as before is not written again.
+    def fire(self, stream: int, moving: Values, settled: Settled, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Launches on `stream`, a raw handle of the device, with these values of the moving fields but for those of
+        `tensors`, a grid, and values of the groups. What is the same object as before is not written again.
         """
+        if tensors:
+            moving += self._values_of(tensors)
         driver, context, config, function, address, lock = self._constant  # once: each attribute takes as long as this
         with lock:
             if settled is not self._settled:
@@ -103,6 +108,10 @@ class Bound:
                     status = driver.cuLaunchKernelEx(config, function, address, 0)[0]
         if status:
             raise RuntimeError(f"launching {self.artifact.symbol} with grid {settled[0]} failed: {status.name}")
+
+    def _values_of(self, tensors: Sequence[torch.Tensor]) -> Values:
+        addresses, sizes = self.of_tensors
+        return tuple([tensors[i].data_ptr() for i in addresses] + [tensors[i].numel() for i in sizes])
 
     def _settle(self, settled: Settled) -> None:
         """Writes a grid and the groups that have changed."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch.autograd import forward_ad
 from cute_attn.dispatch import backends
 from cute_attn.kernels.host.operands import MASK, ROLES, Fire, Optional, Roles, optional_tensors
 from cute_attn.problem import BatchPlan, BatchProblem, Problem, Request
-from cute_attn.request import checks, single
-from cute_attn.request.batch_run import RunArguments, protected_memory
+from cute_attn.request import bit_packing, checks, single
+from cute_attn.request.batch_run import LseForm, RunArguments, protected_memory
 from cute_attn.request.mla import MlaProblem
 from cute_attn.request.operands import ALIGNMENT, NARROW_ALIGNMENT
 from cute_attn.request.settings import MAX_KV_LEN, Call
@@ -37,12 +37,15 @@ NOT_TENSORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 V_SCALE, SINKS, K_SCALES = map(ROLES.index, ("v_scale_ptr", "sinks", "k_scales"))
 
 # The tensors of a call as the user gave them, or None: q, k, v (k itself, where one tensor holds keys and values), out,
-# lse, a workspace of the call, those of `operands.Optional` that there are, and what else the call reads.
-Given = tuple[Any, Any, Any, Any, Any, Any, Optional, tuple[Any, ...]]
+# lse, workspaces of the call (counters are in the first, partial results in the last), those of `operands.Optional`
+# that there are, and what else the call reads.
+Given = tuple[Any, Any, Any, Any, Any, tuple[Any, ...], Optional, tuple[Any, ...]]
 Numbers = tuple[Any, ...]  # options whose values may be equal although their types differ (1, 1.0, True)
 Entries = dict[Any, "Entry"]
 Outputs = tuple[Tensor, Any]  # out, and lse or None
 Range = tuple[int, int]  # addresses of the first byte and past the last
+Before = Callable[[Any, Optional], tuple[Any, Optional]]  # from q and optional tensors to those that a launch reads
+Convert = Callable[[Tensor, Any], Tensor]  # from the lse of a launch and the caller's, or None, to what is returned
 NONE: tuple[Roles, Optional, tuple[Any, ...]] = (), (), ()
 NOT_FOUND = None, None
 RunCall = tuple[Any, Given | None]  # what equal runs have in common besides addresses, and the tensors; None: no entry
@@ -63,24 +66,32 @@ class Entry:
     v_offset: int  # bytes from the address of the v that is given to that of the values
     kv_alignment: int  # bytes: the launch reads k and v at multiples of it
     sinks: int | None  # which optional tensor is sinks on the CPU, whose values every call looks at
-    spans: tuple[int, ...]  # bytes that q, k, v, out, lse and workspace cover; of k and v of a single request those
-    per_key: tuple[int, int]  # ^ without keys, and here per key
+    spans: tuple[int, ...]  # bytes that q, k, v, out and lse cover; of k and v of a single request those without keys,
+    per_key: tuple[int, int]  # ^ and here per key
+    scratch_spans: tuple[int, ...]  # bytes that workspaces cover
     other_spans: tuple[int, ...]  # bytes that optional tensors cover, and what else is read
-    partials_offset: int  # bytes from the workspace's address to partial results
+    partials_offset: int  # bytes from the last workspace's address to partial results
+    before: Before | None  # makes what the launch reads in place of what is given
+    convert: Convert | None  # makes the lse that the call returns
 
 
 def repeated(
-    entries: Entries, given: Given, numbers: Numbers, names: tuple[Any, ...], keys_axis: int | None = None
+    entries: Entries,
+    given: Given,
+    numbers: Numbers,
+    names: tuple[Any, ...],
+    keys_axis: int | None = None,
+    any_keys: bool = True,
 ) -> tuple[Any, Outputs | None]:
     """Launch a call like an earlier one, and return its outputs; None if there is none, or an address does not qualify.
     Return first the key under which the call may leave its entry: what equal calls have in common besides addresses.
 
     `names`: all options that are not `numbers`. `keys_axis`: that of the keys of a single request, whose entry serves
-    any number of them, as the next token comes with one key more; None where lengths stay on the device. The key is
-    None for a call that all checks must look at, as they do at those of less than 2 keys: the stride of one key may be
-    any.
+    any number of them with `any_keys`, as the next token comes with one key more; None where lengths stay on the
+    device. The key is None for a call that all checks must look at, as they do at those of less than 2 keys: the stride
+    of one key may be any.
     """
-    q, k, v, out, lse, workspace, optional, read = given
+    q, k, v, out, lse, scratch, optional, read = given
     try:
         kv_len, of_k, of_v = 0, k.shape, v.shape
         if keys_axis is None:
@@ -92,14 +103,15 @@ def repeated(
                 kv_len, heads, v_len, v_heads = heads, kv_len, v_heads, v_len
             if not 2 <= kv_len <= MAX_KV_LEN or v_len != kv_len:
                 return NOT_FOUND
-            of_k, of_v = (heads, dim), (v_heads, v_dim)
+            if any_keys:
+                of_k, of_v = (heads, dim), (v_heads, v_dim)
         v_layout = None if v is k else (of_v, v.stride(), v.dtype, v.device)
         key: Any = (
             q.shape, q.stride(), q.dtype, q.device, of_k, k.stride(), k.dtype, k.device, v_layout, interned(*numbers),
             names,
         )  # fmt: skip
-        if optional or read or not out is lse is workspace is None:
-            key = key, layouts((out, lse, workspace, *optional, *read))
+        if optional or read or scratch or not out is lse is None:
+            key = key, layouts((out, lse, *scratch, *optional, *read))
         entry = entries.get(key)
     except NOT_TENSORS:  # or options that have no hash
         return NOT_FOUND
@@ -183,7 +195,7 @@ def replay(
     `rest`: what the launch takes after the tensors; of a call with a workspace addresses in that, and of `read`.
     `protected`: memory that the launch must not write.
     """
-    q, k, v, out, lse, workspace, optional, read = given
+    q, k, v, out, lse, scratch, optional, read = given
     if forward_ad._current_level >= 0:  # all checks look for tangents
         return None
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr() + entry.v_offset
@@ -195,10 +207,8 @@ def replay(
     for x in optional:
         if x.is_neg() or (grad and x.requires_grad):
             return None
-    if entry.sinks is not None and not bool((optional[entry.sinks] < math.inf).all()):
-        return None
-    if out is not None or lse is not None or workspace is not None:
-        of_q, of_k, of_v, of_out, of_lse, of_workspace = entry.spans
+    if scratch or out is not None or lse is not None:
+        of_q, of_k, of_v, of_out, of_lse = entry.spans
         per_k, per_v = entry.per_key
         k_end, v_end = k_at + of_k + kv_len * per_k, v_at + of_v + kv_len * per_v
         apart = [*protected, (q_at, q_at + of_q), (k_at, k_end), (v_at, v_end)]
@@ -212,22 +222,29 @@ def replay(
                     start = x.data_ptr()
                     apart.append((start, start + span))
                 starts.append(start)
-        if workspace is not None:
-            if not _is_apart(workspace, of_workspace, ALIGNMENT, apart):
-                return None
-            start = workspace.data_ptr()
-            rest = (start, start + entry.partials_offset, *starts[len(optional) :][:4])
+        if scratch:
+            for x, span in zip(scratch, entry.scratch_spans, strict=True):
+                if not _is_apart(x, span, ALIGNMENT, apart):
+                    return None
+            partials = scratch[-1].data_ptr() + entry.partials_offset
+            rest = (scratch[0].data_ptr(), partials, *starts[len(optional) :][:4])
         if out is not None and not _is_apart(out, of_out, ALIGNMENT, apart):
             return None
         if lse is not None and not _is_apart(lse, of_lse, 1, apart):
             return None
+    if entry.before is not None:
+        q, optional = entry.before(q, optional)
+        q_at = q.data_ptr()
+    if entry.sinks is not None and not bool((optional[entry.sinks] < math.inf).all()):
+        return None
     if out is None:
         out = empty_like(q) if entry.like_q else q.new_empty(*entry.out, dtype=entry.o_dtype)
-    if lse is None and entry.lse is not None:
+    buffer = lse
+    if entry.lse is not None:
         lse = q.new_empty(*entry.lse, dtype=torch.float32)  # sizes one by one take 0.4 us less
     tensors = (q, k, v, out, lse, optional) + rest  # noqa: RUF005  # in half of the time of unpacking
     entry.fire(q_at, k_at, v_at, out.data_ptr(), 0 if lse is None else lse.data_ptr(), tensors)
-    return out, lse
+    return out, lse if entry.convert is None else entry.convert(lse, buffer)
 
 
 def _is_apart(x: Tensor, span: int, alignment: int, apart: list[Range]) -> bool:
@@ -258,11 +275,28 @@ def run_single(call: Call, backend: Any, key: Any, given: Given) -> Tensor | tup
     if key is not None:
         axis = int(call.kv_layout == "HND")
         of_k, of_v = (x.stride(axis) * x.element_size() for x in (problem.k, problem.v))
-        enter(UNPLANNED, key, fire, given, problem, (out, lse), (of_k, of_v))
+        before = None
+        if call.custom_mask is not None and call.packed_custom_mask is None:
+            before = functools.partial(_pack_mask, optional_tensors(problem)[0].index(MASK))
+        enter(UNPLANNED, key, fire, given, problem, (out, lse), (of_k, of_v), before=before)
     if call.return_lse:
         assert lse is not None
         return out, lse
     return out
+
+
+def _pack_mask(place: int, q: Tensor, optional: Optional) -> tuple[Tensor, Optional]:
+    """Return the tensors of a launch whose mask is given as booleans."""
+    return q, (*optional[:place], bit_packing.mask_bits(optional[place]), *optional[place + 1 :])
+
+
+def lse_in_form(factor: float, by_heads: bool, lse: Tensor, buffer: Tensor | None) -> Tensor:
+    """Return the lse of a launch, `[rows, num_qo_heads]`, times a factor. `by_heads`: as `[num_qo_heads, rows]`, in the
+    caller's buffer if there is one.
+    """
+    if not by_heads:
+        return lse.mul_(factor)
+    return torch.mul(lse.t(), factor, out=lse.new_empty(lse.shape[::-1]) if buffer is None else buffer)
 
 
 def enter(
@@ -275,22 +309,30 @@ def enter(
     per_key: tuple[int, int] = (0, 0),
     partials_offset: int = 0,
     launched_read: Sequence[Tensor | None] = (),
+    before: Before | None = None,
+    convert: Convert | None = None,
 ) -> None:
     """Leave the entry of a call that passed every check, unless it has no key, its backend looks at every call, or the
-    launch reads copies in place of what the user gave. That is told by addresses, so that views of q qualify, whatever
-    their storage offsets are. `result`: what such calls return. `launched_read`: what the launch reads in place of the
-    first tensors among what else the call reads.
+    launch reads copies in place of what the user gave, which `before` does not make. That is told by addresses, so that
+    views of q qualify, whatever their storage offsets are. `result`: what such calls return, but for `convert`.
+    `launched_read`: what the launch reads in place of the first tensors among what else the call reads.
     """
-    q, _, v, _, lse_given, workspace, optional, read = given
+    if key is None or fire is None:
+        return
+    q, k, v, _, lse_given, scratch, optional, read = given
     roles, launched = optional_tensors(problem)
-    both = (q, *optional, *read[: len(launched_read)]), (problem.q, *launched, *launched_read)
-    theirs, own = ([0 if x is None else x.data_ptr() for x in tensors] for tensors in both)
-    if key is None or fire is None or theirs != own:
+    of_launch = (q, optional) if before is None else before(q, optional)
+    made = {id(x) for x in (of_launch[0], *of_launch[1])}.difference(map(id, (q, *optional)))
+    theirs = of_launch[0], k, *of_launch[1], *read[: len(launched_read)]
+    own = problem.q, problem.k, *launched, *launched_read
+    if any(id(x) not in made and _address(x) != _address(y) for x, y in zip(theirs, own, strict=True)):
+        return
+    if v.untyped_storage().data_ptr() != problem.v.untyped_storage().data_ptr():
         return
     out, lse = result
     if len(entries) >= CACHE_SIZE:
         entries.clear()
-    of_q, of_k, of_v, of_out, of_lse = map(_span, (problem.q, problem.k, problem.v, problem.out, problem.lse))
+    of_k, of_v, of_out, of_lse = map(_span, (problem.k, problem.v, problem.out, problem.lse))
     keys = problem.kv_len if isinstance(problem, Problem) else 0
     narrow = not isinstance(problem, MlaProblem) and problem.settings.features.half_aligned_kv
     entries[key] = Entry(
@@ -298,15 +340,22 @@ def enter(
         q.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype,
         tuple(out.shape),
         out.dtype,
-        None if lse is None or lse_given is not None else tuple(lse.shape),
+        None if lse is None or (lse_given is not None and convert is None) else tuple(lse.shape),
         problem.v.data_ptr() - v.data_ptr() if problem.v.numel() else 0,  # which no launch reads
         NARROW_ALIGNMENT if narrow else ALIGNMENT,
         roles.index(SINKS) if SINKS in roles and q.is_cpu else None,
-        (of_q, of_k - keys * per_key[0], of_v - keys * per_key[1], of_out, of_lse, _span(workspace)),
+        (_span(q), of_k - keys * per_key[0], of_v - keys * per_key[1], of_out, of_lse),
         per_key,
+        tuple(map(_span, scratch)),
         tuple(map(_span, optional + read)),
         partials_offset,
+        before,
+        convert,
     )
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _span(x: Tensor | None) -> int:
@@ -320,7 +369,7 @@ def _span(x: Tensor | None) -> int:
 # ---- runs of plans: the layers of a model run one plan with tensors of the same layouts
 
 
-def call_of_run(plan: BatchPlan, arguments: RunArguments) -> RunCall:
+def call_of_run(plan: BatchPlan, arguments: RunArguments, lse_form: LseForm | None = None) -> RunCall:
     """Return the key and the tensors of a run."""
     q, cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks, sf, heads, ranges = (
         arguments
@@ -339,17 +388,20 @@ def call_of_run(plan: BatchPlan, arguments: RunArguments) -> RunCall:
         if ranges is not None:
             mask, *windows = ranges
             key = key, layouts((mask,)), interned(*windows)
+        if lse_form is not None:
+            hash(lse_form)
+            key = key, lse_form
         if q_scale is k_scale is v_scale is enable_pdl is window_left is sf is heads is None:
             optional: tuple[Any, ...] = () if mask is None else (mask,)
             if sinks is not None:
                 key, optional = (key, layouts((sinks,))), (sinks, *optional)
             if not out is lse is None:
                 key = key, layouts((out, lse))
-            return key, (q, k, v, out, lse, None, optional, ())
+            return key, (q, k, v, out, lse, (), optional, ())
         scales, roles, optional, read = operands((q_scale, k_scale, v_scale), sinks, mask, heads, sf)
         numbers = interned(*scales, enable_pdl, window_left)
         key = key, numbers, roles, layouts((out, lse, *optional, *read))
-        return key, (q, k, v, out, lse, None, optional, read)
+        return key, (q, k, v, out, lse, (), optional, read)
     except NOT_TENSORS:
         return NO_CALL
 

@@ -190,7 +190,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             head_scales, None,
         ))  # fmt: skip
         if lse_base is not None or not isinstance(lse_layout, str) or lse_layout != "NH":
-            return self._run_with_lse(arguments, lse_base, lse_layout)
+            return self._run(arguments, (lse_base, lse_layout))
         return self._run(arguments)
 
     run_return_lse = with_return_lse(run)

@@ -17,8 +17,7 @@ from tests.support.launch_corpus import RecordingDriver, parameters, pretended
 from tests.support.mla_case import LATENT, MlaCase
 
 # Every call of these is checked in full.
-FULL = {"single prefill, mask", "trtllm, lse by heads", "trtllm context", "trtllm ragged", *OTHERS}
-FULL |= {name for name in ENTRIES if name.startswith(("trtllm fmha", "xqa, low level"))}
+FULL = {"trtllm context", "trtllm ragged", *OTHERS} | {name for name in ENTRIES if name.startswith("trtllm fmha")}
 # NVFP4 caches in a tensor each, by heads.
 XQA = direct(cute_attn.xqa_batch_decode_with_kv_cache, kv_layout="HND", max_seq_len=16)
 IN_ONE = {"kv_cache": zeros(4, 2, 2, 16, 32), "kv_cache_sf": zeros(4, 2, 2, 16, 4)}
@@ -61,7 +60,7 @@ def launched(driver: RecordingDriver, call: Any, given: dict[str, torch.Tensor],
     """The launches of a call, their memory by the names of its tensors and results, and the forms of the results."""
     driver.recorded.clear()
     found = call({**given, **options})
-    results = found if isinstance(found, tuple) else (found,)
+    results = found if isinstance(found, tuple) else () if found is None else (found,)
     names = given | (call.memory if isinstance(call, Planned) else {})
     names |= {f"result {i}": x for i, x in enumerate(results)}
     launches = [(x.grid, x.artifact.spec, parameters(x, names)) for x in driver.recorded]

@@ -53,9 +53,10 @@ class NamedLaunch:
         bound.static, bound.groups = static, groups
         return bound
 
-    def fire(self, stream: int, moving: tuple[Any, ...], settled: tuple[Any, ...]) -> None:
+    def fire(self, stream: int, moving: tuple[Any, ...], settled: tuple[Any, ...], tensors: Sequence[Any] = ()) -> None:
         grid, *rest = settled
-        values = dict(self.static)
+        values, (addresses, sizes) = dict(self.static), self.of_tensors
+        moving = *moving, *(tensors[i].data_ptr() for i in addresses), *(tensors[i].numel() for i in sizes)
         for fields, given in zip(self.groups, (moving, *rest), strict=True):
             values |= zip(fields, given, strict=True)
         assert values.keys() == {param.name for param in self.artifact.params}

@@ -123,10 +123,10 @@ class BatchRun(Runner):
         kernel, index, operands = self.kernel(problem.settings), self.gpu.device_index, problem[1:5]
         strides, addresses = kernel.strides(*operands, block_scale_strides(problem)), kernel.addresses(*operands)
         roles, _ = optional_tensors(problem)
-        (attention, pick), combine = kernel.attention.of(roles), kernel.combine
+        attention, combine = kernel.attention.of(roles), kernel.combine
         out_strides: Values = ()
         if combine is not None:
-            out_strides, (merge, pick_final) = combine.output.strides(problem.out), combine.launches.of(roles)
+            out_strides, merge = combine.output.strides(problem.out), combine.launches.of(roles)
         counter = kernel.counter
         latest: Work | None = None
 
@@ -151,9 +151,8 @@ class BatchRun(Runner):
             stream = current_stream(index)
             if counter is not None:
                 counters = counter(stream)
-            moving = addresses((q, k, v, out, lse, counters, partials, most_keys))
-            attention.fire(stream, moving + pick(optional) if optional else moving, settled)
+            attention.fire(stream, addresses((q, k, v, out, lse, counters, partials, most_keys)), settled, optional)
             if combine is not None:
-                merge.fire(stream, (out, lse, *of_combine, *pick_final(optional)), to_combine)
+                merge.fire(stream, (out, lse, *of_combine), to_combine, optional)
 
         return fire

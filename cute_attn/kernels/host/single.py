@@ -13,7 +13,6 @@ from cute_attn.kernels.combine.spec import rows_of_warps
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import (
     Fire,
-    Pick,
     Roles,
     Runner,
     block_scale_strides,
@@ -45,16 +44,15 @@ class SingleSchedule(Generic[T]):
 
 
 Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
-Launches = tuple[Bound, Pick]
 
 
 class OfKernel(NamedTuple):
     """What launches of a kernel have in common whatever the number of keys."""
 
-    attention: Launches
+    attention: Bound
     addresses: Addresses
     strides: Values
-    combine: Launches | None
+    combine: Bound | None
     out_strides: Values  # of combine
 
 
@@ -62,12 +60,12 @@ class OfKernel(NamedTuple):
 class Work:
     """Launches of all numbers of keys that have one schedule."""
 
-    attention: Launches
+    attention: Bound
     addresses: Addresses
     counter: Callable[[int], int] | None
     settled: Settled
     partials: int  # memory for partial results, in elements of q
-    combined: tuple[Launches, Settled, int] | None  # combine launches, and bytes to where the partial lse begin
+    combined: tuple[Bound, Settled, int] | None  # combine launches, and bytes to where the partial lse begin
     schedule: SingleSchedule[Any]
 
 
@@ -107,7 +105,7 @@ class SingleRun(Runner, Generic[T]):
             if work is None or known != kv_len:
                 work = self._work((qo_len, kv_len), tensors, roles, block_scales, kernels, work)
                 latest = kv_len, work
-            (attention, pick), counter = work.attention, work.counter
+            attention, counter = work.attention, work.counter
             stream, optional, at = current_stream(index), tensors[5], 0
             counters = 0 if counter is None else counter(stream)
             if work.partials:  # the caching allocator keeps them with a captured graph
@@ -115,12 +113,12 @@ class SingleRun(Runner, Generic[T]):
                 at = partials.data_ptr()
             if work.combined is None:
                 moving = work.addresses((q, k, v, out, lse, counters, at, kv_len))
-                attention.fire(stream, moving + pick(optional) if optional else moving, work.settled)
+                attention.fire(stream, moving, work.settled, optional)
                 return
-            (combine, pick_final), to_combine, of_lse = work.combined
+            combine, to_combine, of_lse = work.combined
             moving = work.addresses((q, k, v, at, at + of_lse, counters, at, kv_len))
-            attention.fire(stream, moving + pick(optional), work.settled)
-            combine.fire(stream, (out, lse, at, at + of_lse, *pick_final(optional)), to_combine)
+            attention.fire(stream, moving, work.settled, optional)
+            combine.fire(stream, (out, lse, at, at + of_lse), to_combine, optional)
 
         return fire
 

@@ -10,7 +10,7 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS, Fire, Pick, PlainStrides
+from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS, Fire, PlainStrides
 from cute_attn.kernels.host.params import UNBOUNDED, Fields
 from cute_attn.kernels.host.prepared import Addresses, PreparedKernel
 from cute_attn.kernels.xqa.host.variant import LaunchConfig
@@ -89,12 +89,11 @@ class XqaKernel(PreparedKernel):
 
 
 def fire_in_scratch(
-    bound: tuple[Bound, Pick], config: LaunchConfig, scratch: Scratch, longest: int, settled: Settled, index: int
+    attention: Bound, config: LaunchConfig, scratch: Scratch, longest: int, settled: Settled, index: int
 ) -> Fire:
     """Returns a function that runs calls whose lengths and page tables are on device `index`, in their scratch memory.
     `longest`: the most keys of a request.
     """
-    attention, pick = bound
     own_partials = scratch.partial_bytes < config.partial_bytes
     of_stream: Callable[[int], int] | None = None
     if scratch.counter_bytes < config.counter_bytes:
@@ -110,6 +109,6 @@ def fire_in_scratch(
             partials = query.new_empty(config.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
             partials_at = partials.data_ptr()
         moving = q, k, v, out, lse, counted_at, partials_at, longest, table, seq_lens, q_indptr, last
-        attention.fire(stream, moving + pick(optional) if optional else moving, settled)
+        attention.fire(stream, moving, settled, optional)
 
     return fire
