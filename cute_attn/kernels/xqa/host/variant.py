@@ -33,10 +33,15 @@ def rule_of(settings: Settings, arch: Arch, batch_size: int, qo_len: int, longes
 
     The rule is kept for all numbers of requests and of keys that rules do not tell apart: they vary from step to step.
     """
-    requests, keys = prepared(_request_steps, settings.features, qo_len), tiles.STEPS["keys"]
-    if longest is not None:
-        longest = keys[bisect(keys, longest)] - 1
+    requests = prepared(_request_steps, settings.features, qo_len)
+    longest = None if longest is None else same_keys(longest)
     return prepared(_rule_of, settings, arch, requests[bisect(requests, batch_size)] - 1, qo_len, longest)
+
+
+def same_keys(longest: int) -> int:
+    """Return the largest number of keys that rules do not tell apart from so many."""
+    steps = tiles.STEPS["keys"]
+    return int(steps[bisect(steps, longest)]) - 1
 
 
 def _request_steps(features: Features, qo_len: int) -> list[int]:
