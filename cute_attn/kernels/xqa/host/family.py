@@ -55,7 +55,7 @@ class DecodeRun(Runner):
         tables, scratch, index = problem.block_tables, problem.scratch, gpu.device_index
         rows, width = tables.shape
         rule = rule_of_call(problem, gpu.arch)
-        config = prepared(launch_config, settings, qo_len, rule, gpu.arch, gpu.sms)
+        config = prepared(launch_config, settings.features, qo_len, rule, gpu.arch, gpu.sms)
         kernel, longest, step = prepared(XqaKernel, settings, config, gpu), problem.max_kv_len, tables.stride(0)
         strides = kernel.strides(problem.q, problem.k, problem.v, problem.out, block_scale_strides(problem))
         numbers = step, 0, rows, (rows - 1) * step + width
@@ -84,7 +84,7 @@ def schedule(
     qo_len, batch_size = limits.max_qo_len, lengths.batch_size
     assert qo_len is not None  # given by decode wrappers
     rule = rule_of_batch(settings, lengths, limits, arch)
-    config = prepared(launch_config, settings, qo_len, rule, arch, sms, limits.workspace_bytes)
+    config = prepared(launch_config, settings.features, qo_len, rule, arch, sms, limits.workspace_bytes)
     records = np.concatenate((*records_of(lengths), np.zeros(config.ctas, np.int32)), dtype=np.int32)
     return XqaBatchSchedule(rule, config, config.grid_of(batch_size) if batch_size else (0, 1, 1), records)
 
@@ -212,7 +212,7 @@ class XqaFamily:
             key = qo_len, bisect(STEPS["keys"], kv_len)
             if key not in alike:
                 rule = rule_of(settings, arch, 1, qo_len, kv_len)
-                config = prepared(launch_config, settings, qo_len, rule, arch, sms)
+                config = prepared(launch_config, settings.features, qo_len, rule, arch, sms)
                 alike[key] = SingleSchedule(config, 1, 1, config.grid_of(1), (1, 0, 1, 1), config.partial_bytes)
             return alike[key]
 

@@ -133,17 +133,16 @@ class LaunchConfig(NamedTuple):
 
 
 def launch_config(
-    settings: Settings,
+    features: Features,
     qo_len: int,
     rule: Rule[Rings],
     arch: Arch,
     sms: int,
     workspace_bytes: int = UNLIMITED,
 ) -> LaunchConfig:
-    """Returns the kernel and grid for a GPU of `arch` with `sms` multiprocessors. `rule`: one of those for the
-    settings' features. `workspace_bytes`: room for partial results; fewer CTAs, down to one or a cluster, need less.
+    """Returns the kernel and grid for a GPU of `arch` with `sms` multiprocessors. `rule`: one of those for these
+    features. `workspace_bytes`: room for partial results; fewer CTAs, down to one or a cluster, need less.
     """
-    features = settings.features
     spec = choose_spec(features, qo_len, rule, arch)
     if features.num_kv_heads % spec.heads:
         raise ValueError(f"{spec} has {spec.heads} kv heads a CTA, which do not divide {features.num_kv_heads}")
