@@ -410,6 +410,8 @@ def call_of_run(plan: BatchPlan, arguments: RunArguments, lse_form: LseForm | No
             if not out is lse is None:
                 key = key, layout(out), layout(lse)
             return key, (q, k, v, out, lse, (), optional, ())
+        if heads is not None and len(heads) != 3:  # which is refused
+            return NO_CALL
         scales, roles, optional, read = operands((q_scale, k_scale, v_scale), sinks, mask, heads, sf)
         numbers = *scales, enable_pdl, window_left
         if not is_plain(numbers):
