@@ -39,7 +39,7 @@ class RunArguments(NamedTuple):
     window_left: Any = None
     sinks: Any = None
     kv_cache_sf: Any = None
-    head_scales: tuple[Any, Any, Any] | None = None  # scale_q, scale_k, scale_v
+    head_scales: tuple[Any, ...] | None = None  # scale_q, scale_k, scale_v
     ranges: KeyRanges | None = None
 
 

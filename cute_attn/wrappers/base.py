@@ -20,7 +20,7 @@ from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError
 from cute_attn.ops import declare
 from cute_attn.problem import BatchPlan
-from cute_attn.request import batch_plan, batch_run, caches, checks
+from cute_attn.request import batch_plan, batch_run, caches, checks, positional
 from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.request.batch_run import LseForm, RunArguments
 from cute_attn.request.settings import KV_LAYOUTS
@@ -103,6 +103,7 @@ class BatchWrapper(EngineHooks, EndsForward):
     """What all batch wrappers share. Subclasses declare the constructor, `plan`, `run` and `forward`."""
 
     kv_source = ""  # set by subclasses: ragged | paged
+    older_order = ""  # what followed the keys and values of `run` in FlashInfer's older releases
 
     def __init__(self, float_workspace_buffer: Any, kv_layout: Any, use_cuda_graph: Any, backend: Any) -> None:
         workspace = batch_plan.workspace(float_workspace_buffer)
@@ -218,12 +219,13 @@ class BatchWrapper(EngineHooks, EndsForward):
         self, plan: Plan, arguments: RunArguments, call: calls.RunCall, lse_form: LseForm | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Check the arguments of a run, and run."""
-        batch = self._scheduled(plan)
+        batch, given_arguments = self._scheduled(plan), arguments
+        arguments, before = self._launched(arguments)
         if (heads := batch_run.fewer_heads(batch, arguments)) is not None:
             with self._lock:
                 plan = plan.with_options(**{**plan.overrides, **heads})
             batch = self._scheduled(plan)
-            call = calls.call_of_run(batch, arguments, lse_form)
+            call = calls.call_of_run(batch, given_arguments, lse_form)
             if (replayed := calls.replay_run(batch, call)) is not None:
                 return replayed
         convert, buffer = None, arguments.lse
@@ -243,12 +245,19 @@ class BatchWrapper(EngineHooks, EndsForward):
         fire = batch.launch(problem)
         key, given = call
         if not (batch.validate or given is None or batch.lengths.first_row):  # rows before it are filled, by no launch
-            calls.enter(batch.cached_runs, key, fire, given, problem, (problem.out, problem.lse), convert=convert)
+            result = problem.out, problem.lse
+            calls.enter(batch.cached_runs, key, fire, given, problem, result, before=before, convert=convert)
         lse = problem.lse
         if convert is not None:
             assert lse is not None
             lse = convert(lse, buffer)
         return problem.out, lse
+
+    def _launched(self, arguments: RunArguments) -> tuple[RunArguments, calls.Before | None]:
+        """Return the arguments of a run as the plan has them, and what makes the tensors of runs like it."""
+        if arguments.head_scales is not None:
+            positional.check_head_scales(arguments.head_scales, self.older_order)
+        return arguments, None
 
     def _moved(self, plan: Plan, error: UnsupportedByPlan) -> BatchPlan:
         """Schedule a plan again on a backend that supports what a run adds; later runs stay there.

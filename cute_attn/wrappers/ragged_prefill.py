@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import checks, operands, positional, sink_variant
+from cute_attn.request import checks, operands, sink_variant
 from cute_attn.request.batch_plan import PlanRequest
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, Scale, makes_plan, older_form
@@ -43,6 +43,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
     """
 
     kv_source = "ragged"
+    older_order = "return_lse"
 
     @accepts_older_names
     def __init__(
@@ -177,12 +178,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         """
         if is_dynamo_compiling():
             return trace.operator("ragged_prefill_run")(locals())
-        head_scales = None
+        head_scales = args or None
         if self._sink_variant is not None:
             planned_scale = self._in_force().settings.sm_scale
             sinks, q_scale = self._sink_variant.operands(args, planned_scale, sinks, q_scale)
-        elif args:
-            head_scales = positional.head_scales(args, "return_lse")
+            head_scales = None
         if o_scale is not None:
             v_scale = operands.scaled("v_scale", v_scale, 1.0 / checks.positive("o_scale", o_scale))
         arguments = RunArguments._make((  # 0.1 us faster than the constructor

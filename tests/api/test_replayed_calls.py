@@ -10,19 +10,19 @@ import torch
 import cute_attn
 from cute_attn import ArgumentError, ArgumentTypeError, flash_mla
 from cute_attn.integrations import latent
+from cute_attn.request import block_sparse
 from cute_attn.wrappers import calls
 from perf.pretended_gpu import NullDriver
 from tests.support.entry_points import CACHE, ENTRIES, OTHERS, Entry, Planned, direct, without, zeros
 from tests.support.launch_corpus import RecordingDriver, parameters, pretended
 from tests.support.mla_case import LATENT, MlaCase
 
-# Every call of these is checked in full.
-FULL = {"trtllm context", "trtllm ragged", *OTHERS} | {name for name in ENTRIES if name.startswith("trtllm fmha")}
 # NVFP4 caches in a tensor each, by heads.
 XQA = direct(cute_attn.xqa_batch_decode_with_kv_cache, kv_layout="HND", max_seq_len=16)
 IN_ONE = {"kv_cache": zeros(4, 2, 2, 16, 32), "kv_cache_sf": zeros(4, 2, 2, 16, 4)}
 NVFP4 = without(ENTRIES["xqa, NVFP4"].tensors, *CACHE[1], "k_sf of kv_cache_sf", "v_sf of kv_cache_sf") | IN_ONE
-REPLAYED = {name: of for name, of in ENTRIES.items() if name not in FULL}
+REPLAYED = {name: of for name, of in ENTRIES.items() if name not in OTHERS}
+PREFILL = ("trtllm context", "trtllm ragged", "trtllm fmha", "trtllm fmha, pages")  # wrappers keep their workspace
 REPLAYED |= {"xqa, NVFP4, one cache": ENTRIES["xqa, NVFP4"]._replace(tensors=NVFP4, begin=XQA)}
 
 
@@ -72,11 +72,14 @@ def launched(driver: RecordingDriver, call: Any, given: dict[str, torch.Tensor],
 def test_launches(entry: str, backend: str, new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     of, driver, replay = REPLAYED[entry], RecordingDriver(), calls.replay
     replays: list[Any] = []
-    kept = []  # so that no address comes twice
+    kept: list[Any] = []  # so that no address comes twice
+    copied = block_sparse.rows_by_kv_head
+    monkeypatch.setattr(block_sparse, "rows_by_kv_head", lambda *a: kept.append(copied(*a)) or kept[-1])
     with pretended(driver):
         call = of.begin(of.tensors, backend)
+        same = {*of.planned, "workspace_buffer" if entry in PREFILL else ""}
         for i in range(3):
-            given = {name: x if name in of.planned else x.clone() for name, x in of.tensors.items()}
+            given = {name: x if name in same else x.clone() for name, x in of.tensors.items()}
             options = {}
             if new:
                 options = {"return_lse": True} if "lse" in given and entry != "mixed" else {}
