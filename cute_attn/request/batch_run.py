@@ -7,6 +7,7 @@ coming here (`wrappers.calls`).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,10 @@ class RunArguments(NamedTuple):
     kv_cache_sf: Any = None
     head_scales: tuple[Any, ...] | None = None  # scale_q, scale_k, scale_v
     ranges: KeyRanges | None = None
+
+
+run_arguments: Callable[[tuple[Any, ...]], RunArguments] = functools.partial(tuple.__new__, RunArguments)
+# ^ of all values, in order: 0.1 us faster than `RunArguments._make`, 0.2 us than the constructor
 
 
 def problem(plan: BatchPlan, run: RunArguments) -> BatchProblem:

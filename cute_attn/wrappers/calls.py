@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ from cute_attn.runtime.staging import is_capturing
 
 CACHE_SIZE = 512  # calls: prompts of any length must not fill memory
 NO_HEADS = None, None, None
-PLAIN_TYPES = frozenset((float, int, bool, type(None)))  # options that hash by value
+PLAIN_TYPES = frozenset((float, int, bool, type(None)))  # of numbers
+OPTION_TYPES = PLAIN_TYPES | {str, tuple, torch.dtype}  # options that hash by value
 # What keys of arguments that are no tensors raise, and sparse ones.
 NOT_TENSORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 V_SCALE, SINKS, K_SCALES = map(ROLES.index, ("v_scale_ptr", "sinks", "k_scales"))
@@ -132,7 +133,7 @@ def interned(*numbers: Any) -> object:
     """Return an object that stands for options whose values may be equal although their types differ (1, 1.0, True): in
     keys it is compared in no time. A TypeError for options that may change their value.
     """
-    if not PLAIN_TYPES.issuperset(map(type, numbers)):
+    if not OPTION_TYPES.issuperset(map(type, numbers)):
         raise TypeError("calls with such options are not alike")
     return object()
 
@@ -368,7 +369,7 @@ def enter_again(plan: BatchPlan, run: RunCall, key: Any, given: Given) -> bool:
     if len(plan.cached_runs) >= CACHE_SIZE:
         plan.cached_runs.clear()
     v_offset = entry.v_offset + of_run[2].data_ptr() - v.data_ptr()
-    plan.cached_runs[key] = entry._replace(v_offset=v_offset, read_spans=tuple(map(_span, read)))
+    plan.cached_runs[key] = replace(entry, v_offset=v_offset, other_spans=tuple(map(_span, optional + read)))
     return True
 
 

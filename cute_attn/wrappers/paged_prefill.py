@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, sink_variant
 from cute_attn.request.batch_plan import PlanRequest
-from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.batch_run import run_arguments
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan, older_form
 from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
@@ -289,7 +289,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             planned_scale = self._in_force().settings.sm_scale
             sinks, q_scale = self._sink_variant.operands(args, planned_scale, sinks, q_scale)
             head_scales = None
-        arguments = RunArguments._make((  # 0.1 us faster than the constructor
+        arguments = run_arguments((
             q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks,
             kv_cache_sf, head_scales, None,
         ))  # fmt: skip

@@ -29,7 +29,6 @@ from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapp
 LENGTHS = ("cum_seq_lens_q", "seq_lens", "cum_seq_lens_kv", "q_seq_lens_cpu", "kv_seq_lens_cpu")
 TENSORS = frozenset((*LENGTHS, "block_tables", "workspace_buffer", "out", "lse", "sinks", "bmm1_scale", "bmm2_scale"))
 OPERANDS = frozenset(("query", "key", "value", "kv_cache", "qkv", "attention_sinks"))  # by other names here
-OPTION_TYPES = calls.PLAIN_TYPES | {str, tuple, torch.dtype}
 MAX_STREAMS = 16  # with wrappers of their own
 MAX_STRUCTURES = 16  # layers with and without a window, decoders and encoders, ...
 
@@ -187,8 +186,8 @@ def repeated(function: str, operands: Any, arguments: Mapping[str, Any], read: S
     others = arguments.get("block_tables"), workspace, *map(arguments.get, LENGTHS), *on_cpu
     given: calls.Given = q, k, v, arguments.get("out"), arguments.get("lse"), (), optional, others
     options = *scales, *[x for name, x in arguments.items() if name not in TENSORS and name not in OPERANDS]
-    key, *_ = calls.find({}, given, options, (function, roles, read))
-    if key is None or not OPTION_TYPES.issuperset(map(type, options)):
+    key, _ = calls.repeated({}, given, tuple(options), (function, roles, read))
+    if key is None:
         return Repeatable()
     try:
         lengths = unplanned.copies([arguments[name] for name in read])

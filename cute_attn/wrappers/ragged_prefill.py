@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, operands, sink_variant
 from cute_attn.request.batch_plan import PlanRequest
-from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.batch_run import run_arguments
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, Scale, makes_plan, older_form
 from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
@@ -185,7 +185,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             head_scales = None
         if o_scale is not None:
             v_scale = operands.scaled("v_scale", v_scale, 1.0 / checks.positive("o_scale", o_scale))
-        arguments = RunArguments._make((  # 0.1 us faster than the constructor
+        arguments = run_arguments((
             q, (k, v), q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks, kv_cache_sf,
             head_scales, None,
         ))  # fmt: skip

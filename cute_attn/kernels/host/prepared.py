@@ -12,7 +12,7 @@ import torch
 from cute_attn.kernels.host.combine import CombineKernel, Output
 from cute_attn.kernels.host.features import batched
 from cute_attn.kernels.host.operands import OptionalBounds
-from cute_attn.kernels.host.params import Fields
+from cute_attn.kernels.host.params import UNBOUNDED, Fields
 from cute_attn.problem import Settings
 from cute_attn.runtime.launch import Launch, Values
 
@@ -63,8 +63,9 @@ class PreparedKernel:
         """
         return PLAIN
 
-    def check_span(self, kv_len: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raises an ArgumentError for so many keys if the kernel cannot address all with these strides."""
+    def most_keys(self, kv_len: int, k: torch.Tensor, v: torch.Tensor) -> int:
+        """Returns the most keys that the kernel can address with these strides; an ArgumentError if there are more."""
+        return UNBOUNDED
 
 
 @functools.lru_cache(MAX_PREPARED)

@@ -67,6 +67,7 @@ class Work:
     partials: int  # memory for partial results, in elements of q
     combined: tuple[Bound, Settled, int] | None  # combine launches, and bytes to where the partial lse begin
     schedule: SingleSchedule[Any]
+    most_keys: int
 
 
 class SingleRun(Runner, Generic[T]):
@@ -103,7 +104,9 @@ class SingleRun(Runner, Generic[T]):
             nonlocal latest
             kv_len, (known, work) = tensors[6], latest  # once: threads share this
             if work is None or known != kv_len:
-                work = self._work((qo_len, kv_len), tensors, roles, block_scales, kernels, work)
+                schedule = self.launch(qo_len, kv_len)
+                if work is None or schedule is not work.schedule or kv_len > work.most_keys:
+                    work = self._work(schedule, (qo_len, kv_len), tensors, roles, block_scales, kernels)
                 latest = kv_len, work
             attention, counter = work.attention, work.counter
             stream, optional, at = current_stream(index), tensors[5], 0
@@ -124,23 +127,18 @@ class SingleRun(Runner, Generic[T]):
 
     def _work(
         self,
+        schedule: SingleSchedule[T],
         lengths: tuple[int, int],
         tensors: Tensors,
         roles: Roles,
         block_scales: Values,
         kernels: dict[PreparedKernel, OfKernel],
-        before: Work | None,
     ) -> Work:
-        """Returns the launches of a number of keys, and notes what those of a kernel that comes anew have in common.
-        `before`: of another number, which may have the same schedule.
-        """
+        """Returns the launches of a schedule, and notes what those of a kernel that comes anew have in common."""
         (qo_len, kv_len), (q, k, v, out, *_) = lengths, tensors
-        schedule = self.launch(qo_len, kv_len)
         kernel = schedule.kernel
         assert kernel is not None
-        kernel.check_span(kv_len, k, v)
-        if before is not None and before.schedule is schedule:
-            return before
+        most_keys = kernel.most_keys(kv_len, k, v)
         if kernel not in kernels:
             combine, operands = kernel.combine, (q, k, v, out)
             kernels[kernel] = OfKernel(
@@ -159,7 +157,7 @@ class SingleRun(Runner, Generic[T]):
             combined = combine_launches, settled, qo_len * self.num_qo_heads * splits * 4 * self.head_dim_vo
         partials = schedule.partial_bytes // self.q_itemsize
         to_attention = schedule.grid, strides, schedule.numbers
-        return Work(attention, addresses, kernel.counter, to_attention, partials, combined, schedule)
+        return Work(attention, addresses, kernel.counter, to_attention, partials, combined, schedule, most_keys)
 
     def _launch(self, qo_len: int, kv_len: int) -> SingleSchedule[T]:
         """Returns the schedule of a request of these lengths with its kernel; `launch` memoises it."""

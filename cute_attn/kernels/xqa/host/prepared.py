@@ -81,11 +81,13 @@ class XqaKernel(PreparedKernel):
         """Returns what returns its argument: the values of ADDRESS_FIELDS."""
         return tuple
 
-    def check_span(self, kv_len: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def most_keys(self, kv_len: int, k: torch.Tensor, v: torch.Tensor) -> int:
         layout = self.plain_strides  # the kernel counts chunks in 32 bits
-        if kv_len * layout.kv_itemsize * max(k.stride(layout.token), v.stride(layout.token)) >= CHUNK << 32:
+        step = layout.kv_itemsize * max(k.stride(layout.token), v.stride(layout.token))
+        if kv_len * step >= CHUNK << 32:
             k_shape, v_shape = tuple(k.shape), tuple(v.shape)
             raise ArgumentError(f"k and v must span less than {CHUNK << 32} bytes each, got {k_shape} and {v_shape}")
+        return ((CHUNK << 32) - 1) // max(1, step)
 
 
 def fire_in_scratch(
