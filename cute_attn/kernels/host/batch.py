@@ -79,7 +79,7 @@ class BatchSchedule(Generic[T_co]):
         return self.work.num_partials * self.tiling.params.partial_bytes, self.work.ints.nbytes
 
 
-Memory = tuple[tuple[int, int], int]  # address and number of page indices, and address of the workspace
+Memory = tuple[int, int, int]  # address and number of page indices, and address of the workspace
 Work = tuple[object, Memory, Settled, tuple[int, int, int], Settled, Values]
 # ^ of a version and memory: of the attention launch what is settled and `Launched.scratch`; of combine also partials
 
@@ -133,12 +133,10 @@ class BatchRun(Runner):
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
             _, _, _, _, _, optional, kv_indices, workspace = tensors
-            pages, partials = (0, 0), 0  # the same tensors may move in place
+            pages = entries = 0  # the same tensors may move in place
             if kv_indices is not None:
-                pages = kv_indices.data_ptr(), kv_indices.numel()
-            if workspace is not None:
-                partials = workspace.data_ptr()
-            memory = pages, partials
+                pages, entries = kv_indices.data_ptr(), kv_indices.numel()
+            memory = pages, entries, 0 if workspace is None else workspace.data_ptr()
             work = latest  # once: threads share this
             if work is None or work[0] is not self.version or work[1] != memory:
                 version, launched = self.version, self.decided(memory)

@@ -217,7 +217,7 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         """Returns grids, and values of the tile order fields, `params.batch_fields` and the combine kernel's
         MERGE_FIELDS.
         """
-        (pages, _), workspace = memory
+        pages, _, workspace = memory
         schedule, work, items = self.schedule, self.schedule.work, self.items
         o = workspace if schedule.merges else 0
         partials = o, o + schedule.partial_o_bytes

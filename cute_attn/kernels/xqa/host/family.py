@@ -170,7 +170,7 @@ class XqaBatchRun(BatchRun):
 
     def decided(self, memory: Memory) -> Launched:
         """Returns the grid, values of REQUEST_FIELDS and TABLE_FIELDS, and the last ones of ADDRESS_FIELDS."""
-        (pages, entries), workspace = memory
+        pages, entries, workspace = memory
         numbers = *self.request, entries, pages, self.seq_lens, self.q_indptr, 0
         scratch = self.counters.data_ptr(), workspace, UNBOUNDED
         return Launched(self.grid, numbers, (0, 1, 1), (), (), scratch)
