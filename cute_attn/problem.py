@@ -84,6 +84,11 @@ class Settings(NamedTuple):
     # ^ features.key_ranges, of a run: `window_left` of the causal keys, which schedules do not know; and > 0: keys of a
     # ^ token's range up to itself that it sees
 
+    @property
+    def unscaled(self) -> Settings:
+        """Those of all calls that differ in scales, which decide neither kernel nor schedule."""
+        return self._replace(sm_scale=1.0, v_scale=1.0)
+
 
 class Problem(NamedTuple):
     """One single-request call. Lengths count tokens. Last axes have unit stride; all other strides are free.

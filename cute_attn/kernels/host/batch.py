@@ -11,7 +11,7 @@ import torch
 from cute_attn.kernels.combine.spec import RowsOfWarps, rows_of_warps
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, launch_nothing, optional_tensors
-from cute_attn.kernels.host.prepared import Grid, PreparedKernel
+from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
 from cute_attn.kernels.rules import Rule
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
 from cute_attn.runtime.launch import Settled, Values, current_stream
@@ -105,6 +105,7 @@ class BatchRun(Runner):
 
     def __init__(self, settings: Settings, gpu: Gpu) -> None:
         self.settings, self.gpu = settings, gpu
+        self._latest: tuple[object, Memory, Launched] | None = None
 
     def kernel(self, settings: Settings) -> PreparedKernel:
         """Returns the kernel of a run's settings, which may differ from the planned ones in numbers and in the score
@@ -116,17 +117,27 @@ class BatchRun(Runner):
         """Returns what the plan in force decides of launches."""
         raise NotImplementedError
 
+    def _launched(self, memory: Memory) -> Launched:
+        """Returns `decided`: the same for runs of several scales, so that launches write these alone."""
+        version, latest = self.version, self._latest
+        if latest is None or latest[0] is not version or latest[1] != memory:
+            latest = self._latest = version, memory, self.decided(memory)
+        return latest[2]
+
     def bind(self, problem: BatchProblem) -> Fire:
         """Returns a function that launches the attention kernel, and the combine kernel where keys are split."""
         if not problem.q.shape[0]:
             return launch_nothing
         kernel, index, operands = self.kernel(problem.settings), self.gpu.device_index, problem[1:5]
         strides, addresses = kernel.strides(*operands, block_scale_strides(problem)), kernel.addresses(*operands)
-        roles, _ = optional_tensors(problem)
+        strides = prepared(tuple, strides)  # launches do not write again what is the same object
+        scales, (roles, _) = kernel.scales(problem.settings), optional_tensors(problem)
         attention, combine = kernel.attention.of(roles), kernel.combine
         out_strides: Values = ()
+        v_scale: Values = ()
         if combine is not None:
-            out_strides, merge = combine.output.strides(problem.out), combine.launches.of(roles)
+            out_strides, v_scale = combine.output.strides(problem.out), combine.output.scales(problem.settings)
+            merge = combine.launches.of(roles)
         counter = kernel.counter
         latest: Work | None = None
 
@@ -139,9 +150,9 @@ class BatchRun(Runner):
             memory = pages, entries, 0 if workspace is None else workspace.data_ptr()
             work = latest  # once: threads share this
             if work is None or work[0] is not self.version or work[1] != memory:
-                version, launched = self.version, self.decided(memory)
-                settled = launched.grid, strides, launched.numbers
-                to_combine = launched.combine_grid, out_strides, launched.merges
+                version, launched = self.version, self._launched(memory)
+                settled = launched.grid, strides, launched.numbers, scales
+                to_combine = launched.combine_grid, out_strides, launched.merges, v_scale
                 work = latest = version, memory, settled, launched.scratch, to_combine, launched.partials
             _, _, settled, (counters, partials, most_keys), to_combine, of_combine = work
             if not settled[0][0]:

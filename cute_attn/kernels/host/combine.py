@@ -24,7 +24,8 @@ class Output:
         features = settings.features
         self.itemsize = features.o_dtype.itemsize
         self.stride_fields = () if partial else STRIDE_FIELDS
-        self.static: Fields = {"v_scale": settings.v_scale}
+        self.scale_fields: tuple[str, ...] = () if partial else ("v_scale",)
+        self.static: Fields = {}
         if partial:
             row_bytes = 4 * features.head_dim_vo
             strides = zip(STRIDE_FIELDS, (features.num_qo_heads * row_bytes, row_bytes), strict=True)
@@ -35,6 +36,10 @@ class Output:
         strides = out.stride()
         return (strides[0] * self.itemsize, strides[-2] * self.itemsize) if self.stride_fields else ()
 
+    def scales(self, settings: Settings) -> tuple[float, ...]:
+        """Returns the values of `scale_fields`."""
+        return (settings.v_scale,) if self.scale_fields else ()
+
 
 ROW_FIELDS = RowsOfWarps._fields[1:]
 LENGTH_FIELDS = (*ROW_FIELDS, "qo_len", "num_splits")  # of a single request
@@ -44,9 +49,9 @@ NO_MERGES: Fields = {"merges": 0, "rows_per_merge": 1, "slot_rows": 1}
 
 
 class CombineKernel:
-    """Launches of the combine kernel: addresses of o, lse and partials move; a grid, the output's strides, and values
-    of LENGTH_FIELDS, or of MERGE_FIELDS for a batch, are settled for longer. `heads`: query heads whose rows
-    share a tile of the partials.
+    """Launches of the combine kernel: addresses of o, lse and partials move; a grid, the output's strides, values of
+    LENGTH_FIELDS, or of MERGE_FIELDS for a batch, and the output's scales are settled for longer. `heads`: query heads
+    whose rows share a tile of the partials.
     """
 
     def __init__(self, settings: Settings, heads: int, gpu: Gpu) -> None:
@@ -61,5 +66,5 @@ class CombineKernel:
             **self.output.static,
             **absent,
         }
-        groups = ("o", "lse", *PARTIAL_FIELDS), self.output.stride_fields, numbers
+        groups = ("o", "lse", *PARTIAL_FIELDS), self.output.stride_fields, numbers, self.output.scale_fields
         self.launches = OptionalBounds(launch, static, groups)

@@ -28,8 +28,8 @@ K = TypeVar("K")
 
 
 class PreparedKernel:
-    """Launches of one kernel: addresses move, and a grid, strides and numbers of the schedule are settled for longer.
-    Subclasses define strides and addresses.
+    """Launches of one kernel: addresses move, and a grid, strides, numbers of the schedule and scales are settled for
+    longer.     Subclasses define strides and addresses.
     """
 
     counter: Callable[[int], int] | None = None  # from a stream to the address of the counters for a launch on it
@@ -41,15 +41,20 @@ class PreparedKernel:
         static: Fields,
         groups: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
         combine: CombineKernel | None = None,
+        scale_unit: float = 1.0,
     ) -> None:
         """`groups`: fields of addresses, of strides (but for the output's), and of numbers. `combine`: None for a
-        kernel that leaves no partials to combine.
+        kernel that leaves no partials to combine. `scale_unit`: what the kernel's scale includes.
         """
         addresses, strides, numbers = groups
         output = Output(settings, partial=combine is not None and not batched(settings.features))
-        self.output, self.combine = output, combine
-        groups = addresses, strides + output.stride_fields, numbers
-        self.attention = OptionalBounds(launch, static | output.static, groups)
+        self.output, self.combine, self.scale_unit = output, combine, scale_unit
+        bound = addresses, strides + output.stride_fields, numbers, ("scale", *output.scale_fields)
+        self.attention = OptionalBounds(launch, static | output.static, bound)
+
+    def scales(self, settings: Settings) -> Values:
+        """Returns the values of the scales' fields."""
+        return settings.sm_scale * self.scale_unit, *self.output.scales(settings)
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values

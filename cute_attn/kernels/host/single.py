@@ -19,7 +19,7 @@ from cute_attn.kernels.host.operands import (
     launch_nothing,
     optional_tensors,
 )
-from cute_attn.kernels.host.prepared import Addresses, Grid, PreparedKernel
+from cute_attn.kernels.host.prepared import Addresses, Grid, PreparedKernel, prepared
 from cute_attn.problem import Problem, Settings
 from cute_attn.runtime.launch import Bound, Settled, Values, current_stream
 
@@ -52,8 +52,10 @@ class OfKernel(NamedTuple):
     attention: Bound
     addresses: Addresses
     strides: Values
+    scales: Values
     combine: Bound | None
     out_strides: Values  # of combine
+    v_scale: Values
 
 
 @dataclass(slots=True)
@@ -93,10 +95,10 @@ class SingleRun(Runner, Generic[T]):
 
     def bind(self, problem: Problem) -> Fire:
         """Returns a function that launches the attention kernel, and the combine kernel where keys are split."""
-        qo_len, index, block_scales = problem.qo_len, self.device_index, block_scale_strides(problem)
+        qo_len, index = problem.qo_len, self.device_index
         if qo_len == 0:
             return launch_nothing
-        roles, _ = optional_tensors(problem)
+        like = problem.settings, optional_tensors(problem)[0], block_scale_strides(problem)
         kernels: dict[PreparedKernel, OfKernel] = {}
         latest: tuple[int, Work | None] = 0, None  # a number of keys, and its work
 
@@ -106,7 +108,7 @@ class SingleRun(Runner, Generic[T]):
             if work is None or known != kv_len:
                 schedule = self.launch(qo_len, kv_len)
                 if work is None or schedule is not work.schedule or kv_len > work.most_keys:
-                    work = self._work(schedule, (qo_len, kv_len), tensors, roles, block_scales, kernels)
+                    work = self._work(schedule, (qo_len, kv_len), tensors, like, kernels)
                 latest = kv_len, work
             attention, counter = work.attention, work.counter
             stream, optional, at = current_stream(index), tensors[5], 0
@@ -130,12 +132,13 @@ class SingleRun(Runner, Generic[T]):
         schedule: SingleSchedule[T],
         lengths: tuple[int, int],
         tensors: Tensors,
-        roles: Roles,
-        block_scales: Values,
+        like: tuple[Settings, Roles, Values],
         kernels: dict[PreparedKernel, OfKernel],
     ) -> Work:
-        """Returns the launches of a schedule, and notes what those of a kernel that comes anew have in common."""
-        (qo_len, kv_len), (q, k, v, out, *_) = lengths, tensors
+        """Returns the launches of a schedule, and notes what those of a kernel that comes anew have in common. `like`:
+        of the problem settings, which optional tensors it has, and strides of block scales.
+        """
+        (qo_len, kv_len), (q, k, v, out, *_), (settings, roles, block_scales) = lengths, tensors, like
         kernel = schedule.kernel
         assert kernel is not None
         most_keys = kernel.most_keys(kv_len, k, v)
@@ -144,19 +147,21 @@ class SingleRun(Runner, Generic[T]):
             kernels[kernel] = OfKernel(
                 kernel.attention.of(roles),
                 kernel.addresses(*operands),
-                kernel.strides(*operands, block_scales),
+                prepared(tuple, kernel.strides(*operands, block_scales)),  # the same for other scales
+                kernel.scales(settings),
                 None if combine is None else combine.launches.of(roles),
                 () if combine is None else combine.output.strides(out),
+                () if combine is None else combine.output.scales(settings),
             )
-        attention, addresses, strides, combine_launches, out_strides = kernels[kernel]
+        attention, addresses, strides, scales, combine_launches, out_strides, v_scale = kernels[kernel]
         combined = None
         if combine_launches is not None:
             splits = schedule.num_splits
             merge_grid, *rows = rows_of_warps(qo_len * self.num_qo_heads, self.sms)
-            settled = merge_grid, out_strides, (*rows, qo_len, splits)
+            settled = merge_grid, out_strides, (*rows, qo_len, splits), v_scale
             combined = combine_launches, settled, qo_len * self.num_qo_heads * splits * 4 * self.head_dim_vo
         partials = schedule.partial_bytes // self.q_itemsize
-        to_attention = schedule.grid, strides, schedule.numbers
+        to_attention = schedule.grid, strides, schedule.numbers, scales
         return Work(attention, addresses, kernel.counter, to_attention, partials, combined, schedule, most_keys)
 
     def _launch(self, qo_len: int, kv_len: int) -> SingleSchedule[T]:

@@ -26,7 +26,7 @@ from cute_attn.kernels.host.params import (
     magic,
     mask_bounds,
     rope_fields,
-    score_fields,
+    scale_unit,
 )
 from cute_attn.kernels.host.prepared import Addresses, Places, PreparedKernel, prepared
 from cute_attn.problem import Settings
@@ -153,7 +153,7 @@ class PersistentKernel(PreparedKernel):
             **divisor("group", heads),
             "tile_rows": tile_rows(tile.rows, heads),
             **divisor("kv_group", head_blocks // features.num_kv_heads),
-            **score_fields(settings, spec.scores),
+            "soft_cap": settings.logits_soft_cap,
             "lse_scale": settings.lse_scale,
             "head_blocks": head_blocks,
             **divisor("page_size", settings.page_size),
@@ -167,7 +167,7 @@ class PersistentKernel(PreparedKernel):
             PAGE_FIELDS + BLOCK_SCALE_FIELDS if self.block_scales else PAGE_FIELDS,
             ORDER_FIELDS + (batch_fields(settings) if self.batch else LENGTH_FIELDS),
         )
-        super().__init__(settings, launch, static, groups, combine)
+        super().__init__(settings, launch, static, groups, combine, scale_unit(spec.scores))
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values

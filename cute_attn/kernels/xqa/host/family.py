@@ -59,7 +59,7 @@ class DecodeRun(Runner):
         kernel, longest, step = prepared(XqaKernel, settings, config, gpu), problem.max_kv_len, tables.stride(0)
         strides = kernel.strides(problem.q, problem.k, problem.v, problem.out, block_scale_strides(problem))
         numbers = step, 0, rows, (rows - 1) * step + width
-        settled = config.grid_of(rows), strides, numbers
+        settled = config.grid_of(rows), strides, numbers, kernel.scales(problem.settings)
         bound = kernel.attention.of(optional_tensors(problem)[0])
         return fire_in_scratch(bound, config, scratch, longest, settled, index)
 
@@ -150,7 +150,7 @@ class XqaBatchRun(BatchRun):
             self.again(lengths)
 
     def kernel(self, settings: Settings) -> XqaKernel:
-        return prepared(XqaKernel, settings, self.config, self.gpu)
+        return prepared(XqaKernel, settings.unscaled, self.config, self.gpu)
 
     def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
         """Replaces the lengths of the requests, whose number stays. Returns True, as launches are the same otherwise;

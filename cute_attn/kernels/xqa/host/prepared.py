@@ -58,7 +58,6 @@ class XqaKernel(PreparedKernel):
             "dealt": config.dealt,
             "mask_row_bytes": draft_mask_bytes(config.qo_len),
             "window_left": UNBOUNDED if settings.window_left < 0 else min(settings.window_left, UNBOUNDED),
-            "scale": settings.sm_scale,
             "lse_scale": settings.lse_scale,
         }
         moving, settled = (TABLE_FIELDS, ()) if features.device_lengths else ((), TABLE_FIELDS)

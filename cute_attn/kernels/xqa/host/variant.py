@@ -35,7 +35,8 @@ def rule_of(settings: Settings, arch: Arch, batch_size: int, qo_len: int, longes
     """
     requests = prepared(_request_steps, settings.features, qo_len)
     longest = None if longest is None else same_keys(longest)
-    return prepared(_rule_of, settings, arch, requests[bisect(requests, batch_size)] - 1, qo_len, longest)
+    batch_size = requests[bisect(requests, batch_size)] - 1
+    return prepared(_rule_of, settings.features, settings.window_left, arch, batch_size, qo_len, longest)
 
 
 def same_keys(longest: int) -> int:
@@ -57,8 +58,9 @@ def _segments(features: Features, qo_len: int, most_rows: int = 0) -> int:
     return kv_heads * ceil_div(qo_len * (features.num_qo_heads // kv_heads), most_rows)
 
 
-def _rule_of(settings: Settings, arch: Arch, batch_size: int, qo_len: int, longest: int | None) -> Rule[Rings]:
-    window, features = settings.window_left, settings.features
+def _rule_of(
+    features: Features, window: int, arch: Arch, batch_size: int, qo_len: int, longest: int | None
+) -> Rule[Rings]:
     units, segments = _segments(features, qo_len, tiles.MOST_ROWS), _segments(features, qo_len)
     keys = longest
     if window >= 0:
