@@ -81,12 +81,14 @@ class Bound:
     ) -> None:
         self.artifact = launch.artifact
         block = ParamBlock(launch.layout, static, (moving, *groups))
-        self._write, *self._writers = block.writers
+        self._write, *writers = block.writers
+        self._writers = list(enumerate(writers, 1))  # by their places in what is settled
         self._config = config = _config(launch.driver, launch.artifact, launch.pdl)
         self._block = block  # whose memory the driver reads
         self._constant = launch.driver, launch.context, config, launch.function, block.address, threading.Lock()
         self._stream: int | None = None
-        self._settled: Settled = (None,) * (1 + len(groups))  # what the latest launch has written
+        self._unsettled: Settled = (None,) * (1 + len(groups))
+        self._settled = self._unsettled  # what the latest launch has written
 
     def fire(self, stream: int, moving: Values, settled: Settled, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Launches on `stream`, a raw handle of the device, with these values of the moving fields but for those of
@@ -118,12 +120,11 @@ class Bound:
 
     def _settle(self, settled: Settled) -> None:
         """Writes a grid and the groups that have changed."""
-        config, before = self._config, self._settled
-        grid = settled[0]
-        self._settled = (None,) * len(settled)  # until all are written
-        if grid is not before[0]:
-            config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        for i, write in enumerate(self._writers, 1):
+        before, self._settled = self._settled, self._unsettled  # until all are written
+        if settled[0] is not before[0]:
+            config = self._config
+            config.gridDimX, config.gridDimY, config.gridDimZ = settled[0]
+        for i, write in self._writers:
             if settled[i] is not before[i]:
                 write(settled[i])
         self._settled = settled

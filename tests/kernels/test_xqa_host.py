@@ -107,7 +107,7 @@ def test_one_request_follows_its_rule_whatever_its_keys(arch: str, window: int, 
     scheduled = FAMILY.scheduler(settings, gpu.arch, gpu.sms)
     edges = (144, 145, 512, 513, 1024, 1025, 8192, 8193, 100_000)
     for kv_len in sorted({max(1, edge + i) for edge in edges for i in (-6, -1, 0, 1)}):
-        rule = variant._rule_of(settings, gpu.arch, 1, 1, kv_len)
+        rule = variant._rule_of(settings.features, window, gpu.arch, 1, 1, kv_len)
         assert variant.rule_of(settings, gpu.arch, 1, 1, kv_len) is rule
         assert scheduled(1, kv_len).tile == launch_config(settings.features, 1, rule, gpu.arch, gpu.sms)
 
@@ -222,7 +222,9 @@ def test_numbers_that_no_rule_tells_apart_share_what_is_kept(kv_dtype: torch.dty
         for requests, longest in itertools.product((*range(600), 2048, 2049, 65535, 65536), lengths):
             found = variant.rule_of(settings, GPU.arch, requests, qo_len, longest)
             if requests < 20 or requests % 64 < 2 or requests > 600:
-                assert found is variant._rule_of(settings, GPU.arch, requests, qo_len, longest)
+                assert found is variant._rule_of(
+                    settings.features, settings.window_left, GPU.arch, requests, qo_len, longest
+                )
         assert prepared_kernel.cache_info().currsize < 100
 
 
