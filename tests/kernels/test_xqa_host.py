@@ -222,9 +222,7 @@ def test_numbers_that_no_rule_tells_apart_share_what_is_kept(kv_dtype: torch.dty
         for requests, longest in itertools.product((*range(600), 2048, 2049, 65535, 65536), lengths):
             found = variant.rule_of(settings, GPU.arch, requests, qo_len, longest)
             if requests < 20 or requests % 64 < 2 or requests > 600:
-                assert found is variant._rule_of(
-                    settings.features, settings.window_left, GPU.arch, requests, qo_len, longest
-                )
+                assert found is variant._rule_of(settings.features, window, GPU.arch, requests, qo_len, longest)
         assert prepared_kernel.cache_info().currsize < 100
 
 

@@ -54,9 +54,7 @@ def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
 
     class Run(BatchRun):
         def kernel(self, settings: Any) -> Any:
-            launch = types.SimpleNamespace(
-                fire=lambda stream, moving, settled, _: fired.append((settings, *settled[1]))
-            )
+            launch = types.SimpleNamespace(fire=lambda *given: fired.append((settings, *given[2][1])))
             return types.SimpleNamespace(
                 attention=types.SimpleNamespace(of=lambda roles: launch),
                 combine=None,
