@@ -364,24 +364,6 @@ def enter(
     )
 
 
-def enter_again(plan: BatchPlan, run: RunCall, key: Any, given: Given) -> bool:
-    """Leave the entry of a run also under the key of a call that makes it of the tensors `given`. Tell whether it does
-    so for all addresses.
-    """
-    entry, of_run = plan.cached_runs.get(run[0]), run[1]
-    if entry is None or of_run is None:
-        return False
-    q, k, v, out, lse, _, optional, read = given
-    theirs, own = (q, k, out, lse, *optional), (*of_run[:2], *of_run[3:5], *of_run[6])
-    if q.shape != of_run[0].shape or list(map(_address, theirs)) != list(map(_address, own)):
-        return False
-    if len(plan.cached_runs) >= CACHE_SIZE:
-        plan.cached_runs.clear()
-    v_offset = entry.v_offset + of_run[2].data_ptr() - v.data_ptr()
-    plan.cached_runs[key] = entry._replace(v_offset=v_offset, read_spans=tuple(map(_span, read)))
-    return True
-
-
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 

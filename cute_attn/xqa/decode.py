@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from cute_attn.dispatch import backends
+from cute_attn.dispatch import backends, select
 from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks
@@ -341,7 +341,7 @@ def run_in_full(call: DecodeCall, key: Any, given: Given, before: calls.Before |
     checks.choice("lse_layout", call.form.lse_layout, ("NH", "HN"))
     problem = decode_problem(call)
     before_launch(problem, call, calls.looks_at_values(problem.q.device))
-    fire = backends.run(problem, call.backend)
+    fire = backends.run(problem, select.checked_name(call.backend, same=call.form.same_backends))
     out, lse = call.out, problem.lse
     if out is None:
         by_request = call.form.out_by_request and problem.qo_len > 1 and problem.qo_indptr is None
