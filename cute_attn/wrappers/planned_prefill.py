@@ -176,7 +176,7 @@ def repeated(function: str, operands: Any, arguments: Mapping[str, Any], read: S
     scales, roles, optional, on_cpu = calls.operands(products, sinks, None, None, None)
     workspace = arguments["workspace_buffer"]
     others = arguments.get("block_tables"), workspace, *map(arguments.get, LENGTHS), *on_cpu
-    given: calls.Given = q, k, v, arguments.get("out"), arguments.get("lse"), (), optional, others
+    given: calls.Given = q, k, v, arguments.get("out"), arguments.get("lse"), None, optional, others, None
     options = *scales, *[x for name, x in arguments.items() if name not in TENSORS and name not in OPERANDS]
     key, *_ = calls.find({}, given, options, (function, roles, read))
     if key is None or not OPTION_TYPES.issuperset(map(type, options)):

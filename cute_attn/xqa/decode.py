@@ -260,8 +260,8 @@ def xqa(
     sf_cache = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
     scales, roles, optional, on_cpu = calls.operands((q_scale, kv_scale, None), sinks, None, None, sf_cache)
     given: Given = (
-        q, k_cache, v_cache, output, None, (semaphores, workspace_buffer), optional,
-        (page_table, seq_lens, q_cu_seq_lens, mask, *on_cpu),
+        q, k_cache, v_cache, output, None, workspace_buffer, optional,
+        (page_table, seq_lens, q_cu_seq_lens, mask, *on_cpu), semaphores,
     )  # fmt: skip
     numbers = *scales, num_kv_heads, page_size, sliding_win_size, sm_count, enable_pdl, rcp_out_scale, q_seq_len
     key, found = calls.repeated(calls.UNPLANNED, given, numbers, ("low level", kv_layout, backend, roles))
@@ -329,7 +329,7 @@ def run(*arguments: Any) -> Result:
     scales, roles, optional, on_cpu = calls.operands((scale, None, v_scale), sinks, None, None, block_scales)
     k, v = cache if isinstance(cache, tuple | list) and len(cache) == 2 else (cache, cache)
     numbers = *scales, window_left, enable_pdl, q_len, o_scale, return_lse
-    given: Given = query, k, v, out, lse, (workspace,), optional, (tables, lengths, bounds, mask, *on_cpu)
+    given: Given = query, k, v, out, lse, workspace, optional, (tables, lengths, bounds, mask, *on_cpu), None
     key, found = calls.repeated(calls.UNPLANNED, given, numbers, (kv_layout, backend, form, roles))
     if found is None:
         found = run_in_full(DecodeCall(*arguments), key, given)

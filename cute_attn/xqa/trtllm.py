@@ -147,7 +147,7 @@ def trtllm_batch_decode_with_kv_cache(
             query, kv_cache, workspace_buffer, block_tables, seq_lens, cum_seq_lens_q, mask, sinks, scale, bmm2_scale,
             kv_cache_sf, out, lse, max_seq_len, window_left, enable_pdl,
             _q_len(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len), o_scale, return_lse, kv_layout,
-            backend, Form(None, False, dtype, lse_layout, factor, same_backends=SAME),
+            backend, Form(None, False, dtype, lse_layout, factor, (), SAME),
         )  # fmt: skip
     except (ArgumentError, ArgumentTypeError) as error:
         checks.rename(error, _names(out, max_q_len, bmm1_scale_log2))
