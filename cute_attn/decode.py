@@ -104,7 +104,7 @@ def single_decode_with_kv_cache(
         scales = q_scale, k_scale, v_scale
         (scale_q, scale_k, scale_v), roles, optional, read = calls.operands(scales, sinks, None, None, None)
     names = kv_layout, pos_encoding_mode, None, backend, lse_base, roles
-    given = q, k, v, out, lse, (), optional, read
+    given = q, k, v, out, lse, None, optional, read, None
     numbers = (
         use_tensor_cores, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse, enable_pdl,
         scale_q, scale_k, scale_v,

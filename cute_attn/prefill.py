@@ -160,7 +160,7 @@ def single_prefill_with_kv_cache(
         if packed_custom_mask is not None and custom_mask is not None:  # which is checked and not used
             read = *read, custom_mask
     names = kv_layout, pos_encoding_mode, o_dtype, backend, lse_base, roles, packed_custom_mask is None
-    given = q, k, v, out, lse, (), optional, read
+    given = q, k, v, out, lse, None, optional, read, None
     numbers = (
         causal, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse,
         enable_pdl, allow_fp16_qk_reduction, of_k, of_v,

@@ -34,7 +34,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     """
     _check_vector("x", x)
     _check_bitorder(bitorder)
-    return _pack_all(x.bool(), bitorder)
+    return mask_bits(x.bool(), bitorder)
 
 
 def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,9 +71,10 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     return packed, packed_indptr.to(torch.int32)
 
 
-def mask_bits(mask: torch.Tensor) -> torch.Tensor:
-    """Pack a bool mask as attention reads it: `packbits` in little bit order, of a tensor that was checked."""
-    return _pack_all(mask.reshape(-1), "little")
+def mask_bits(mask: torch.Tensor, bitorder: str = "little") -> torch.Tensor:
+    """Pack a bool mask of any shape, in the order in which attention reads it. Nothing is checked."""
+    start = torch.arange(0, mask.numel(), 8, device=mask.device)
+    return _pack(mask.reshape(-1), start, torch.full_like(start, mask.numel()), bitorder)
 
 
 def pack_segments(
@@ -89,11 +90,6 @@ def pack_segments(
     start += 8 * torch.arange(total, device=x.device)
     stop = torch.repeat_interleave(bounds[1:], sizes, output_size=total)
     return _pack(x, start, stop, bitorder)
-
-
-def _pack_all(x: torch.Tensor, bitorder: str) -> torch.Tensor:
-    start = torch.arange(0, x.numel(), 8, device=x.device)
-    return _pack(x, start, torch.full_like(start, x.numel()), bitorder)
 
 
 def _pack(x: torch.Tensor, start: torch.Tensor, stop: torch.Tensor, bitorder: str) -> torch.Tensor:

@@ -42,24 +42,26 @@ def refuse_capture(function: str, device: torch.device) -> None:
 
 
 def host_arrays(
-    arrays: Mapping[str, Any], device: torch.device, copied: Sequence[torch.Tensor] | None = None
+    arrays: Mapping[str, Any], device: torch.device, read: list[np.ndarray] | None = None
 ) -> list[np.ndarray]:
-    """Return one-dimensional arrays of lengths on the host. `copied`: their `copies`, if these were made."""
-    checked = [_array(name, value, device) for name, value in arrays.items()]
+    """Check one-dimensional arrays of lengths, and return them on the host. `read`: result of `on_host`, if known."""
+    for name, value in arrays.items():
+        _array(name, value, device)
+    return on_host(list(arrays.values())) if read is None else read
+
+
+def on_host(arrays: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """Return arrays on the host. Those on a GPU cost one copy, and a synchronisation, together."""
+    signed = [x.view(torch.int32) if x.dtype == torch.uint32 else x for x in arrays]
+    remote = [x for x in signed if x.is_cuda]
+    if remote:
+        sizes = [x.numel() for x in remote]
+        copied = iter(torch.cat([x.to(torch.int64) for x in remote]).cpu().split(sizes))
+        signed = [next(copied) if x.is_cuda else x for x in signed]
     return [
         x.numpy().astype(np.int64) & (0xFFFFFFFF if given.dtype == torch.uint32 else -1)
-        for x, given in zip(copies(checked) if copied is None else copied, arrays.values(), strict=True)
+        for x, given in zip(signed, arrays, strict=True)
     ]
-
-
-def copies(arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return arrays of lengths on the host. Those on a GPU cost one copy, and a synchronisation, together."""
-    arrays = [x.view(torch.int32) if x.dtype == torch.uint32 else x for x in arrays]
-    remote = [x for x in arrays if x.is_cuda]
-    if not remote:
-        return arrays
-    copied = iter(torch.cat([x.to(torch.int64) for x in remote]).cpu().split([x.numel() for x in remote]))
-    return [next(copied) if x.is_cuda else x for x in arrays]
 
 
 def _array(name: str, value: Any, device: torch.device) -> torch.Tensor:
@@ -84,15 +86,15 @@ def lengths(
     sizes: Mapping[str, Any],
     query: torch.Tensor,
     k: torch.Tensor,
-    copied: Sequence[torch.Tensor] | None = None,
+    read: list[np.ndarray] | None = None,
 ) -> Arrays:
     """Read lengths, and check them against each other, the rows of query and k, and what else the call says of them.
 
     `arrays`: cum_seq_lens_q, seq_lens and, where k has rows instead of pages, cum_seq_lens_kv. `sizes`: batch_size,
-    max_q_len and max_kv_len. `copied`: `copies` of the arrays, if these were made.
+    max_q_len and max_kv_len. `read`: as for `host_arrays`.
     """
     rows = query.shape[0]
-    qo_indptr, kv_len, *of_rows = host_arrays(arrays, query.device, copied)
+    qo_indptr, kv_len, *of_rows = host_arrays(arrays, query.device, read)
     batch_size, max_q_len, max_kv_len = (checks.at_least(name, value, 0) for name, value in sizes.items())
     for name, value, size in (("cum_seq_lens_q", qo_indptr, batch_size + 1), ("seq_lens", kv_len, batch_size)):
         if len(value) != size:

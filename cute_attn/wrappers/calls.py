@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,14 +38,15 @@ NOT_TENSORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 V_SCALE, SINKS, K_SCALES = map(ROLES.index, ("v_scale_ptr", "sinks", "k_scales"))
 
 # The tensors of a call as the user gave them, or None: q, k, v (k itself, where one tensor holds keys and values), out,
-# lse, workspaces of the call (counters are in the first, partial results in the last), those of `operands.Optional`
-# that there are, and what else the call reads.
-Given = tuple[Any, Any, Any, Any, Any, tuple[Any, ...], Optional, tuple[Any, ...]]
+# lse, a workspace of the call, those of `operands.Optional` that there are, what else the call reads, and a workspace
+# for counters alone.
+Given = tuple[Any, Any, Any, Any, Any, Any, Optional, tuple[Any, ...], Any]
 Numbers = tuple[Any, ...]  # options whose values may be equal although their types differ (1, 1.0, True)
 Entries = dict[Any, "Entry"]
 Outputs = tuple[Tensor, Any]  # out, and lse or None
 Range = tuple[int, int]  # addresses of the first byte and past the last
-Before = Callable[[Any, Optional], tuple[Any, Optional]]  # from q and optional tensors to those that a launch reads
+# From q and optional tensors to those that a launch reads; None: all checks must look at the call.
+Before = Callable[[Any, Optional], tuple[Any, Optional] | None]
 Convert = Callable[[Tensor, Any], Tensor]  # from the lse of a launch and the caller's, or None, to what is returned
 NONE: tuple[Roles, Optional, tuple[Any, ...]] = (), (), ()
 NOT_FOUND = None, None
@@ -66,13 +67,11 @@ class Entry:
     lse: tuple[int, ...] | None  # shape of an lse that the call makes
     v_offset: int  # bytes from the address of the v that is given to that of the values
     kv_alignment: int  # bytes: the launch reads k and v at multiples of it
-    sinks: int | None  # which optional tensor is sinks on the CPU, whose values every call looks at
-    spans: tuple[int, ...]  # bytes that q, k, v, out and lse cover; of k and v of a single request those without keys,
-    per_key: tuple[int, int]  # ^ and here per key
-    scratch_spans: tuple[int, ...]  # bytes that workspaces cover
+    spans: tuple[int, ...]  # bytes that q, k, v, out, lse and workspaces cover; of k and v of a single request those
+    per_key: tuple[int, int]  # ^ without keys, and here per key
     other_spans: tuple[int, ...]  # bytes that optional tensors cover, and what else is read
-    partials_offset: int  # bytes from the last workspace's address to partial results
-    before: Before | None  # makes what the launch reads in place of what is given
+    partials_offset: int  # bytes from the workspace's address to partial results
+    before: Before | None  # makes what the launch reads in place of what is given, and looks at values
     convert: Convert | None  # makes the lse that the call returns
 
 
@@ -92,7 +91,7 @@ def repeated(
     device. The key is None for a call that all checks must look at, as they do at those of less than 2 keys: the stride
     of one key may be any.
     """
-    q, k, v, out, lse, scratch, optional, read = given
+    q, k, v, out, lse, workspace, optional, read, counters = given
     try:
         kv_len, of_k, of_v = 0, k.shape, v.shape
         if keys_axis is None:
@@ -111,8 +110,8 @@ def repeated(
             q.shape, q.stride(), q.dtype, q.device, of_k, k.stride(), k.dtype, k.device, v_layout, interned(*numbers),
             names,
         )  # fmt: skip
-        if optional or read or scratch or not out is lse is None:
-            key = key, layouts((out, lse, *scratch, *optional, *read))
+        if optional or read or not out is lse is workspace is None:
+            key = key, layouts((out, lse, workspace, counters, *optional, *read))
         entry = entries.get(key)
     except NOT_TENSORS:  # or options that have no hash
         return NOT_FOUND
@@ -196,7 +195,7 @@ def replay(
     `rest`: what the launch takes after the tensors; of a call with a workspace addresses in that, and of `read`.
     `protected`: memory that the launch must not write.
     """
-    q, k, v, out, lse, scratch, optional, read = given
+    q, k, v, out, lse, workspace, optional, read, counters = given
     if forward_ad._current_level >= 0:  # all checks look for tangents
         return None
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr() + entry.v_offset
@@ -208,8 +207,8 @@ def replay(
     for x in optional:
         if x.is_neg() or (grad and x.requires_grad):
             return None
-    if scratch or out is not None or lse is not None:
-        of_q, of_k, of_v, of_out, of_lse = entry.spans
+    if out is not None or lse is not None or workspace is not None:
+        of_q, of_k, of_v, of_out, of_lse, of_workspace, of_counters = entry.spans
         per_k, per_v = entry.per_key
         k_end, v_end = k_at + of_k + kv_len * per_k, v_at + of_v + kv_len * per_v
         apart = [*protected, (q_at, q_at + of_q), (k_at, k_end), (v_at, v_end)]
@@ -223,29 +222,32 @@ def replay(
                     start = x.data_ptr()
                     apart.append((start, start + span))
                 starts.append(start)
-        if scratch:
-            for x, span in zip(scratch, entry.scratch_spans, strict=True):
-                if not _is_apart(x, span, ALIGNMENT, apart):
+        if workspace is not None:
+            if not _is_apart(workspace, of_workspace, ALIGNMENT, apart):
+                return None
+            partials = counted_at = workspace.data_ptr()
+            if counters is not None:
+                if not _is_apart(counters, of_counters, ALIGNMENT, apart):
                     return None
-            partials = scratch[-1].data_ptr() + entry.partials_offset
-            rest = (scratch[0].data_ptr(), partials, *starts[len(optional) :][:4])
+                counted_at = counters.data_ptr()
+            rest = (counted_at, partials + entry.partials_offset, *starts[len(optional) :][:4])
         if out is not None and not _is_apart(out, of_out, ALIGNMENT, apart):
             return None
         if lse is not None and not _is_apart(lse, of_lse, 1, apart):
             return None
     if entry.before is not None:
-        q, optional = entry.before(q, optional)
+        launched = entry.before(q, optional)
+        if launched is None:
+            return None
+        q, optional = launched
         q_at = q.data_ptr()
-    if entry.sinks is not None and not bool((optional[entry.sinks] < math.inf).all()):
-        return None
     if out is None:
         out = empty_like(q) if entry.like_q else q.new_empty(*entry.out, dtype=entry.o_dtype)
-    buffer = lse
     if entry.lse is not None:
         lse = q.new_empty(*entry.lse, dtype=torch.float32)  # sizes one by one take 0.4 us less
     tensors = (q, k, v, out, lse, optional) + rest  # noqa: RUF005  # in half of the time of unpacking
     entry.fire(q_at, k_at, v_at, out.data_ptr(), 0 if lse is None else lse.data_ptr(), tensors)
-    return out, lse if entry.convert is None else entry.convert(lse, buffer)
+    return out, lse if entry.convert is None else entry.convert(lse, given[4])
 
 
 def _is_apart(x: Tensor, span: int, alignment: int, apart: list[Range]) -> bool:
@@ -291,6 +293,12 @@ def _pack_mask(place: int, q: Tensor, optional: Optional) -> tuple[Tensor, Optio
     return q, (*optional[:place], bit_packing.mask_bits(optional[place]), *optional[place + 1 :])
 
 
+def _check_sinks(place: int, before: Before | None, q: Tensor, optional: Optional) -> tuple[Tensor, Optional] | None:
+    """Return the tensors of a launch that `before` makes, whose sinks are on the CPU, if these are finite or -inf."""
+    launched = (q, optional) if before is None else before(q, optional)
+    return launched if launched is None or bool((launched[1][place] < math.inf).all()) else None
+
+
 def lse_in_form(factor: float, by_heads: bool, lse: Tensor, buffer: Tensor | None) -> Tensor:
     """Return the lse of a launch, `[rows, num_qo_heads]`, times a factor. `by_heads`: as `[num_qo_heads, rows]`, in the
     caller's buffer if there is one.
@@ -320,9 +328,13 @@ def enter(
     """
     if key is None or fire is None:
         return
-    q, k, v, _, lse_given, scratch, optional, read = given
+    q, k, v, _, lse_given, workspace, optional, read, counters = given
     roles, launched = optional_tensors(problem)
+    if SINKS in roles and q.is_cpu:
+        before = functools.partial(_check_sinks, roles.index(SINKS), before)
     of_launch = (q, optional) if before is None else before(q, optional)
+    if of_launch is None:
+        return
     made = {id(x) for x in (of_launch[0], *of_launch[1])}.difference(map(id, (q, *optional)))
     theirs = of_launch[0], k, *of_launch[1], *read[: len(launched_read)]
     own = problem.q, problem.k, *launched, *launched_read
@@ -333,7 +345,7 @@ def enter(
     out, lse = result
     if len(entries) >= CACHE_SIZE:
         entries.clear()
-    of_k, of_v, of_out, of_lse = map(_span, (problem.k, problem.v, problem.out, problem.lse))
+    of_q, of_k, of_v, *others = map(_span, (q, problem.k, problem.v, problem.out, problem.lse, workspace, counters))
     keys = problem.kv_len if isinstance(problem, Problem) else 0
     narrow = not isinstance(problem, MlaProblem) and problem.settings.features.half_aligned_kv
     entries[key] = Entry(
@@ -344,33 +356,13 @@ def enter(
         None if lse is None or (lse_given is not None and convert is None) else tuple(lse.shape),
         problem.v.data_ptr() - v.data_ptr() if problem.v.numel() else 0,  # which no launch reads
         NARROW_ALIGNMENT if narrow else ALIGNMENT,
-        roles.index(SINKS) if SINKS in roles and q.is_cpu else None,
-        (_span(q), of_k - keys * per_key[0], of_v - keys * per_key[1], of_out, of_lse),
+        (of_q, of_k - keys * per_key[0], of_v - keys * per_key[1], *others),
         per_key,
-        tuple(map(_span, scratch)),
         tuple(map(_span, optional + read)),
         partials_offset,
         before,
         convert,
     )
-
-
-def enter_again(plan: BatchPlan, run: RunCall, key: Any, given: Given) -> bool:
-    """Leave the entry of a run also under the key of a call that makes it of the tensors `given`. Tell whether it does
-    so for all addresses.
-    """
-    entry, of_run = plan.cached_runs.get(run[0]), run[1]
-    if entry is None or of_run is None:
-        return False
-    q, k, v, out, lse, _, optional, read = given
-    theirs, own = (q, k, out, lse, *optional), (*of_run[:2], *of_run[3:5], *of_run[6])
-    if q.shape != of_run[0].shape or list(map(_address, theirs)) != list(map(_address, own)):
-        return False
-    if len(plan.cached_runs) >= CACHE_SIZE:
-        plan.cached_runs.clear()
-    v_offset = entry.v_offset + of_run[2].data_ptr() - v.data_ptr()
-    plan.cached_runs[key] = replace(entry, v_offset=v_offset, other_spans=tuple(map(_span, optional + read)))
-    return True
 
 
 def _address(x: Tensor | None) -> int:
@@ -416,13 +408,13 @@ def call_of_run(plan: BatchPlan, arguments: RunArguments, lse_form: LseForm | No
                 key, optional = (key, layouts((sinks,))), (sinks, *optional)
             if not out is lse is None:
                 key = key, layouts((out, lse))
-            return key, (q, k, v, out, lse, (), optional, ())
+            return key, (q, k, v, out, lse, None, optional, (), None)
         if heads is not None and len(heads) != 3:  # which is refused
             return NO_CALL
         scales, roles, optional, read = operands((q_scale, k_scale, v_scale), sinks, mask, heads, sf)
         numbers = interned(*scales, enable_pdl, window_left)
         key = key, numbers, roles, layouts((out, lse, *optional, *read))
-        return key, (q, k, v, out, lse, (), optional, read)
+        return key, (q, k, v, out, lse, None, optional, read, None)
     except NOT_TENSORS:
         return NO_CALL
 

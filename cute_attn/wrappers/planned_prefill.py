@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from cute_attn.problem import BatchLengths
@@ -60,7 +61,7 @@ class Repeatable(NamedTuple):
 
     key: Any = None  # what equal calls have in common; None: no call repeats this one
     given: Any = None  # `calls.Given`
-    lengths: list[torch.Tensor] | None = None  # copies on the host
+    lengths: list[np.ndarray] | None = None  # as the host has read them
     outputs: calls.Outputs | None = None  # of a call that repeats one
 
 
@@ -76,7 +77,7 @@ class Session:
         self.positions: torch.Tensor
         self.indices: torch.Tensor  # page numbers, filled again before every run: they may change without a new plan
 
-    def run(self, arguments: RunArguments, keys: Keys, arrays: Arrays) -> Any:
+    def run(self, arguments: RunArguments, keys: Keys, arrays: Arrays, call: calls.RunCall | None) -> Any:
         """Compute a batch, after a plan where its lengths differ from those before."""
         tables = keys.tables
         content = None if tables is None else tables.shape, *(x.tobytes() for x in arrays)
@@ -88,7 +89,7 @@ class Session:
         if lengths is not None:
             self._plan(lengths)
             self.content = content
-        return self.wrapper._run(arguments)
+        return self.wrapper._run(arguments, call=call)
 
     def _fill(self, keys: Keys, lengths: BatchLengths | None) -> None:
         """Write the page numbers of a batch to where its plan reads them. `lengths`: of a new plan."""
@@ -149,16 +150,6 @@ class Place:
             session.copy_pages(tables)
         return calls.replay_run(session.wrapper._plan.batch, (key, given))
 
-    def keep(self, call: Repeatable, session: Session, arguments: RunArguments, tables: Any) -> None:
-        """Let calls repeat one that `session` has computed with these arguments and page table."""
-        plan, given_tables = session.wrapper._plan.batch, call.given[7][0]
-        if given_tables is not tables and (tables is None or given_tables.data_ptr() != tables.data_ptr()):
-            return
-        if calls.enter_again(plan, calls.call_of_run(plan, arguments), call.key, call.given):
-            if len(self.repeatable) >= calls.CACHE_SIZE:
-                self.repeatable.clear()
-            self.repeatable[call.key] = session, session.content
-
 
 _places: OrderedDict[tuple[torch.device, int], Place] = OrderedDict()
 _places_lock = threading.Lock()
@@ -184,14 +175,14 @@ def repeated(function: str, operands: Any, arguments: Mapping[str, Any], read: S
     scales, roles, optional, on_cpu = calls.operands(products, sinks, None, None, None)
     workspace = arguments["workspace_buffer"]
     others = arguments.get("block_tables"), workspace, *map(arguments.get, LENGTHS), *on_cpu
-    given: calls.Given = q, k, v, arguments.get("out"), arguments.get("lse"), (), optional, others
+    given: calls.Given = q, k, v, arguments.get("out"), arguments.get("lse"), None, optional, others, None
     options = *scales, *[x for name, x in arguments.items() if name not in TENSORS and name not in OPERANDS]
     key, _ = calls.repeated({}, given, tuple(options), (function, roles, read))
     if key is None:
         return Repeatable()
     try:
-        lengths = unplanned.copies([arguments[name] for name in read])
-        key = key, workspace.data_ptr(), tuple([x.numpy().tobytes() for x in lengths])
+        lengths = unplanned.on_host([arguments[name] for name in read])
+        key = key, workspace.data_ptr(), tuple([x.tobytes() for x in lengths])
     except calls.NOT_TENSORS:  # which full checks refuse
         return Repeatable()
     place = place_of(q.device)
@@ -205,17 +196,19 @@ def run(
     arguments: RunArguments,
     keys: Keys,
     arrays: Arrays,
-    call: Repeatable | None = None,
+    call: calls.RunCall | None = None,
 ) -> Any:
     """Compute a batch on the current stream of query's device. Return what a wrapper's `run` returns. `arguments`: of
-    that. `call`: of which the batch is, and which later ones may repeat.
+    that. `call`: under which later ones may repeat this one, if not under that of a run.
     """
     place = place_of(arguments.q.device)
     with place.lock:
         session = place.session(workspace, structure)
-        result = session.run(arguments, keys, arrays)
-        if call is not None and call.key is not None:
-            place.keep(call, session, arguments, keys.tables)
+        result = session.run(arguments, keys, arrays, call)
+        if call is not None:
+            if len(place.repeatable) >= calls.CACHE_SIZE:
+                place.repeatable.clear()
+            place.repeatable[call[0]] = session, session.content
         return result
 
 

@@ -490,7 +490,8 @@ def _checked(call: SimpleNamespace) -> Any:
         enable_pdl=call.enable_pdl,
         sinks=trtllm_options.one_sink(call.sinks),
     )
-    result = planned_prefill.run(workspace, structure, run, keys, arrays, call.repeatable)
+    whole = rows == query.shape[0] and keys.tables is call.block_tables and call.repeatable.key is not None
+    result = planned_prefill.run(workspace, structure, run, keys, arrays, call.repeatable[:2] if whole else None)
     made, made_lse = result if call.return_lse else (result, None)
     out = made if out is None else out
     return (out, made_lse if lse is None else lse) if call.return_lse else out

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from cute_attn.dispatch import backends
+from cute_attn.dispatch import backends, select
 from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks
@@ -260,8 +260,8 @@ def xqa(
     sf_cache = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
     scales, roles, optional, on_cpu = calls.operands((q_scale, kv_scale, None), sinks, None, None, sf_cache)
     given: Given = (
-        q, k_cache, v_cache, output, None, (semaphores, workspace_buffer), optional,
-        (page_table, seq_lens, q_cu_seq_lens, mask, *on_cpu),
+        q, k_cache, v_cache, output, None, workspace_buffer, optional,
+        (page_table, seq_lens, q_cu_seq_lens, mask, *on_cpu), semaphores,
     )  # fmt: skip
     numbers = *scales, num_kv_heads, page_size, sliding_win_size, sm_count, enable_pdl, rcp_out_scale, q_seq_len
     key, found = calls.repeated(calls.UNPLANNED, given, numbers, ("low level", kv_layout, backend, roles))
@@ -329,7 +329,7 @@ def run(*arguments: Any) -> Result:
     scales, roles, optional, on_cpu = calls.operands((scale, None, v_scale), sinks, None, None, block_scales)
     k, v = cache if isinstance(cache, tuple | list) and len(cache) == 2 else (cache, cache)
     numbers = *scales, window_left, enable_pdl, q_len, o_scale, return_lse
-    given: Given = query, k, v, out, lse, (workspace,), optional, (tables, lengths, bounds, mask, *on_cpu)
+    given: Given = query, k, v, out, lse, workspace, optional, (tables, lengths, bounds, mask, *on_cpu), None
     key, found = calls.repeated(calls.UNPLANNED, given, numbers, (kv_layout, backend, form, roles))
     if found is None:
         found = run_in_full(DecodeCall(*arguments), key, given)
@@ -341,7 +341,7 @@ def run_in_full(call: DecodeCall, key: Any, given: Given, before: calls.Before |
     checks.choice("lse_layout", call.form.lse_layout, ("NH", "HN"))
     problem = decode_problem(call)
     before_launch(problem, call, calls.looks_at_values(problem.q.device))
-    fire = backends.run(problem, call.backend)
+    fire = backends.run(problem, select.checked_name(call.backend, same=call.form.same_backends))
     out, lse = call.out, problem.lse
     if out is None:
         by_request = call.form.out_by_request and problem.qo_len > 1 and problem.qo_indptr is None
