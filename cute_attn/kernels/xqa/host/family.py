@@ -164,8 +164,12 @@ class XqaBatchRun(BatchRun):
             addresses = self.seq_lens, self.request[1], self.q_indptr
             self.staging.write(functools.partial(write_lengths, lengths, self.settings.page_size, addresses, self.gpu))
             return True
-        records = self.staging.reserve(len(self.records))  # every launch leaves its counters at zero
-        self.staging.upload(np.concatenate(records_of(lengths), out=records, casting="same_kind"))
+        records, start = self.staging.reserve(len(self.records)), 0
+        for array in records_of(lengths):  # in half of the time of `concatenate`
+            stop = start + len(array)
+            records[start:stop] = array
+            start = stop
+        self.staging.upload(records)  # every launch leaves its counters at zero
         return True
 
     def decided(self, memory: Memory) -> Launched:
