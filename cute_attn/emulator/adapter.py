@@ -50,7 +50,7 @@ class EmulatedBound(Bound):
         from cute_attn.emulator.run import launch  # the machine: 50 ms that processes with a GPU do without
 
         grid, *groups = settled
-        for write, values in zip(self._block.writers, (moving + self._values_of(tensors), *groups), strict=True):
+        for write, values in zip(self._block.writers, (moving + self.values_of(tensors), *groups), strict=True):
             write(values)
         start = time.perf_counter()
         ptx = self.artifact.ptx

@@ -95,7 +95,7 @@ class Bound:
         `tensors`, a grid, and values of the groups. What is the same object as before is not written again.
         """
         if tensors:
-            moving += self._values_of(tensors)
+            moving += self.values_of(tensors)
         driver, context, config, function, address, lock = self._constant  # once: each attribute takes as long as this
         lock.acquire()  # with `release` in half of the time of a context
         try:
@@ -114,7 +114,8 @@ class Bound:
         if status:
             raise RuntimeError(f"launching {self.artifact.symbol} with grid {settled[0]} failed: {status.name}")
 
-    def _values_of(self, tensors: Sequence[torch.Tensor]) -> Values:
+    def values_of(self, tensors: Sequence[torch.Tensor]) -> Values:
+        """Returns the values that fields take from tensors."""
         addresses, sizes = self.of_tensors
         return tuple([tensors[i].data_ptr() for i in addresses] + [tensors[i].numel() for i in sizes])
 

@@ -16,7 +16,7 @@ from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.programs import program
 from cute_attn.runtime.artifact import Param
-from cute_attn.runtime.launch import CPU
+from cute_attn.runtime.launch import CPU, Bound
 from cute_attn.runtime.spec import KernelSpec
 
 STREAM = 77
@@ -43,6 +43,8 @@ class NamedLaunch:
     grid: tuple[int, int, int]
     stream: int
     params: Any
+    of_tensors: tuple[Sequence[int], Sequence[int]] = (), ()
+    values_of: Any = Bound.values_of
 
     def __init__(self, artifact: Any, device_index: int = CPU, *, pdl: bool) -> None:
         self.artifact, self.spec, self.pdl = artifact, artifact.spec, pdl
@@ -53,11 +55,10 @@ class NamedLaunch:
         bound.static, bound.groups = static, groups
         return bound
 
-    def fire(self, stream: int, moving: tuple[Any, ...], settled: tuple[Any, ...], tensors: Sequence[Any] = ()) -> None:
+    def fire(self, stream: int, moving: tuple[Any, ...], settled: tuple[Any, ...], tensors: Any = ()) -> None:
         grid, *rest = settled
-        values, (addresses, sizes) = dict(self.static), self.of_tensors
-        moving = *moving, *(tensors[i].data_ptr() for i in addresses), *(tensors[i].numel() for i in sizes)
-        for fields, given in zip(self.groups, (moving, *rest), strict=True):
+        values = dict(self.static)
+        for fields, given in zip(self.groups, (moving + self.values_of(tensors), *rest), strict=True):
             values |= zip(fields, given, strict=True)
         assert values.keys() == {param.name for param in self.artifact.params}
         fired = copy.copy(self)
