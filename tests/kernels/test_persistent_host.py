@@ -46,7 +46,7 @@ def tile_of(target: Target, problem: Problem) -> Any:
 
 def maps(target: Target, problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
     of, q, k = TensorMaps(problem.settings, tile_of(target, problem), heads), problem.q, problem.k
-    return decode(of.q(q)(problem.qo_len, q.data_ptr())), decode(of.k(k)(problem.kv_len, k.data_ptr()))
+    return decode(of.q(q)(problem.qo_len, q.data_ptr())), decode(of.kv(k, of.box_rows)(problem.kv_len, k.data_ptr()))
 
 
 def test_empty_and_single_axes(target: Target) -> None:

@@ -65,7 +65,7 @@ def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
             )
 
         def decided(self, memory: Memory) -> Launched:
-            return Launched((1, 1, 1), (), (0, 1, 1), (), ())
+            return Launched(self.version, memory, (1, 1, 1), (), (0, 1, 1), (), ())
 
     tensors = (torch.zeros(1),) * 3
     run = Run("planned", types.SimpleNamespace(device_index=CPU))  # type: ignore[arg-type]

@@ -80,13 +80,13 @@ class BatchSchedule(Generic[T_co]):
 
 
 Memory = tuple[int, int, int]  # address and number of page indices, and address of the workspace
-Work = tuple[object, Memory, Settled, tuple[int, int, int], Settled, Values]
-# ^ of a version and memory: of the attention launch what is settled and `Launched.scratch`; of combine also partials
 
 
 class Launched(NamedTuple):
-    """What a plan decides of its launches with some memory."""
+    """What a plan decides of its launches, and the memory for which it does."""
 
+    version: object  # of the `BatchRun`
+    memory: Memory
     grid: Grid
     numbers: Values  # of the attention kernel
     combine_grid: Grid
@@ -105,7 +105,7 @@ class BatchRun(Runner):
 
     def __init__(self, settings: Settings, gpu: Gpu) -> None:
         self.settings, self.gpu = settings, gpu
-        self._latest: tuple[object, Memory, Launched] | None = None
+        self.launched = Launched(self, (0, 0, 0), (0, 1, 1), (), (0, 1, 1), (), ())
 
     def kernel(self, settings: Settings) -> PreparedKernel:
         """Returns the kernel of a run's settings, which may differ from the planned ones in numbers and in the score
@@ -116,13 +116,6 @@ class BatchRun(Runner):
     def decided(self, memory: Memory) -> Launched:
         """Returns what the plan in force decides of launches."""
         raise NotImplementedError
-
-    def _launched(self, memory: Memory) -> Launched:
-        """Returns `decided`: the same for runs of several scales, so that launches write these alone."""
-        version, latest = self.version, self._latest
-        if latest is None or latest[0] is not version or latest[1] != memory:
-            latest = self._latest = version, memory, self.decided(memory)
-        return latest[2]
 
     def bind(self, problem: BatchProblem) -> Fire:
         """Returns a function that launches the attention kernel, and the combine kernel where keys are split."""
@@ -139,7 +132,7 @@ class BatchRun(Runner):
             out_strides, v_scale = combine.output.strides(problem.out), combine.output.scales(problem.settings)
             merge = combine.launches.of(roles)
         counter = kernel.counter
-        latest: Work | None = None
+        latest: tuple[Launched, Settled, Settled] | None = None
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
@@ -148,13 +141,15 @@ class BatchRun(Runner):
             if kv_indices is not None:
                 pages, entries = kv_indices.data_ptr(), kv_indices.numel()
             memory = pages, entries, 0 if workspace is None else workspace.data_ptr()
+            launched = self.launched
+            if launched.version is not self.version or launched.memory != memory:
+                launched = self.launched = self.decided(memory)
             work = latest  # once: threads share this
-            if work is None or work[0] is not self.version or work[1] != memory:
-                version, launched = self.version, self._launched(memory)
+            if work is None or work[0] is not launched:
                 settled = launched.grid, strides, launched.numbers, scales
-                to_combine = launched.combine_grid, out_strides, launched.merges, v_scale
-                work = latest = version, memory, settled, launched.scratch, to_combine, launched.partials
-            _, _, settled, (counters, partials, most_keys), to_combine, of_combine = work
+                work = latest = launched, settled, (launched.combine_grid, out_strides, launched.merges, v_scale)
+            _, settled, to_combine = work
+            counters, partials, most_keys = launched.scratch
             if not settled[0][0]:
                 return
             stream = current_stream(index)
@@ -162,6 +157,6 @@ class BatchRun(Runner):
                 counters = counter(stream)
             attention.fire(stream, addresses((q, k, v, out, lse, counters, partials, most_keys)), settled, optional)
             if combine is not None:
-                merge.fire(stream, (out, lse, *of_combine), to_combine, optional)
+                merge.fire(stream, (out, lse, *launched.partials), to_combine, optional)
 
         return fire

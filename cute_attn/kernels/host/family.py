@@ -225,4 +225,4 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         merge_items = items + 4 * ITEM_INTS * work.item_capacity
         combine_grid, *rows = schedule.combine
         merges = *rows, merge_items, schedule.rows_per_merge, schedule.tiling.params.rows
-        return Launched(schedule.grid, numbers, combine_grid, merges, partials)
+        return Launched(schedule, memory, schedule.grid, numbers, combine_grid, merges, partials)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -46,30 +46,18 @@ class SingleSchedule(Generic[T]):
 Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
 
 
-class OfKernel(NamedTuple):
-    """What launches of a kernel have in common whatever the number of keys."""
-
-    attention: Bound
-    addresses: Addresses
-    strides: Values
-    scales: Values
-    combine: Bound | None
-    out_strides: Values  # of combine
-    v_scale: Values
-
-
 @dataclass(slots=True)
 class Work:
     """Launches of all numbers of keys that have one schedule."""
 
+    kernel: PreparedKernel
     attention: Bound
     addresses: Addresses
-    counter: Callable[[int], int] | None
     settled: Settled
     partials: int  # memory for partial results, in elements of q
     combined: tuple[Bound, Settled, int] | None  # combine launches, and bytes to where the partial lse begin
     schedule: SingleSchedule[Any]
-    most_keys: int
+    most_keys: int  # that the kernel can address
 
 
 class SingleRun(Runner, Generic[T]):
@@ -88,9 +76,7 @@ class SingleRun(Runner, Generic[T]):
         """
         self.device_index, self.sms, self.scheduler = gpu.device_index, gpu.sms, scheduler
         self.kernel, self.records = kernel, records
-        features = settings.features
-        self.num_qo_heads, self.head_dim_vo = features.num_qo_heads, features.head_dim_vo
-        self.q_itemsize = features.q_dtype.itemsize
+        self.num_qo_heads, self.head_dim_vo = settings.features.num_qo_heads, settings.features.head_dim_vo
         self.launch = functools.lru_cache(MAX_LENGTHS)(self._launch)  # the layers of a model repeat lengths
 
     def bind(self, problem: Problem) -> Fire:
@@ -98,8 +84,7 @@ class SingleRun(Runner, Generic[T]):
         qo_len, index = problem.qo_len, self.device_index
         if qo_len == 0:
             return launch_nothing
-        like = problem.settings, optional_tensors(problem)[0], block_scale_strides(problem)
-        kernels: dict[PreparedKernel, OfKernel] = {}
+        like = problem.settings, qo_len, optional_tensors(problem)[0], block_scale_strides(problem)
         latest: tuple[int, Work | None] = 0, None  # a number of keys, and its work
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
@@ -108,9 +93,9 @@ class SingleRun(Runner, Generic[T]):
             if work is None or known != kv_len:
                 schedule = self.launch(qo_len, kv_len)
                 if work is None or schedule is not work.schedule or kv_len > work.most_keys:
-                    work = self._work(schedule, (qo_len, kv_len), tensors, like, kernels)
+                    work = self._work(schedule, tensors, *like, work)
                 latest = kv_len, work
-            attention, counter = work.attention, work.counter
+            attention, counter = work.attention, work.kernel.counter
             stream, optional, at = current_stream(index), tensors[5], 0
             counters = 0 if counter is None else counter(stream)
             if work.partials:  # the caching allocator keeps them with a captured graph
@@ -130,39 +115,31 @@ class SingleRun(Runner, Generic[T]):
     def _work(
         self,
         schedule: SingleSchedule[T],
-        lengths: tuple[int, int],
         tensors: Tensors,
-        like: tuple[Settings, Roles, Values],
-        kernels: dict[PreparedKernel, OfKernel],
+        settings: Settings,
+        qo_len: int,
+        roles: Roles,
+        block_scales: Values,
+        before: Work | None,
     ) -> Work:
-        """Returns the launches of a schedule, and notes what those of a kernel that comes anew have in common. `like`:
-        of the problem settings, which optional tensors it has, and strides of block scales.
-        """
-        (qo_len, kv_len), (q, k, v, out, *_), (settings, roles, block_scales) = lengths, tensors, like
-        kernel = schedule.kernel
+        """Returns the launches of a schedule. `before`: of another, which may have the same kernel."""
+        (q, k, v, out, _, _, kv_len), kernel = tensors, schedule.kernel
         assert kernel is not None
         most_keys = kernel.most_keys(kv_len, k, v)
-        if kernel not in kernels:
-            combine, operands = kernel.combine, (q, k, v, out)
-            kernels[kernel] = OfKernel(
-                kernel.attention.of(roles),
-                kernel.addresses(*operands),
-                prepared(tuple, kernel.strides(*operands, block_scales)),  # the same for other scales
-                kernel.scales(settings),
-                None if combine is None else combine.launches.of(roles),
-                () if combine is None else combine.output.strides(out),
-                () if combine is None else combine.output.scales(settings),
-            )
-        attention, addresses, strides, scales, combine_launches, out_strides, v_scale = kernels[kernel]
-        combined = None
-        if combine_launches is not None:
-            splits = schedule.num_splits
-            merge_grid, *rows = rows_of_warps(qo_len * self.num_qo_heads, self.sms)
-            settled = merge_grid, out_strides, (*rows, qo_len, splits), v_scale
-            combined = combine_launches, settled, qo_len * self.num_qo_heads * splits * 4 * self.head_dim_vo
-        partials = schedule.partial_bytes // self.q_itemsize
-        to_attention = schedule.grid, strides, schedule.numbers, scales
-        return Work(attention, addresses, kernel.counter, to_attention, partials, combined, schedule, most_keys)
+        if before is not None and before.kernel is kernel:
+            addresses, strides = before.addresses, before.settled[1]
+        else:
+            addresses = kernel.addresses(q, k, v, out)
+            strides = prepared(tuple, kernel.strides(q, k, v, out, block_scales))  # the same for other scales
+        settled, combined = (schedule.grid, strides, schedule.numbers, kernel.scales(settings)), None
+        if (combine := kernel.combine) is not None:
+            splits, to_merge = schedule.num_splits, qo_len * self.num_qo_heads
+            merge_grid, *rows = rows_of_warps(to_merge, self.sms)
+            numbers, output = (*rows, qo_len, splits), combine.output
+            to_combine = merge_grid, output.strides(out), numbers, output.scales(settings)
+            combined = combine.launches.of(roles), to_combine, to_merge * splits * 4 * self.head_dim_vo
+        attention, partials = kernel.attention.of(roles), schedule.partial_bytes // q.element_size()
+        return Work(kernel, attention, addresses, settled, partials, combined, schedule, most_keys)
 
     def _launch(self, qo_len: int, kv_len: int) -> SingleSchedule[T]:
         """Returns the schedule of a request of these lengths with its kernel; `launch` memoises it."""

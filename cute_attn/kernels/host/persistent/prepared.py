@@ -51,9 +51,9 @@ class TensorMaps:
         self.line_items = LINE // self.itemsize
         self.paged = features.kv_source == "paged"
         self.token, self.head = kv_axes(settings)
-        self.box_rows = tile.k_box_rows  # of k
+        self.box_rows, self.v_box_rows = tile.k_box_rows, tile.cols
         if self.paged:
-            self.box_rows = math.gcd(settings.page_size, tile.k_box_rows)
+            self.box_rows = self.v_box_rows = math.gcd(settings.page_size, tile.k_box_rows)
 
     def q(self, q: torch.Tensor) -> Maps:
         return self.rows(q, self.dtype, (self.line_items, self.heads, self.tile.q_box_rows // self.heads, 1))
@@ -70,12 +70,6 @@ class TensorMaps:
         head, token = x.stride(-2) * x.itemsize, 16 if x.dim() == 2 else x.stride(0) * x.itemsize
         sizes, strides = (x.shape[-1], self.heads, 0, self.head_blocks), (head, token, head * self.heads)
         return prepared(tensor_maps, self.encoder, dtype, sizes, strides, box, tensormap.SWIZZLE_128B, 2)
-
-    def k(self, k: torch.Tensor) -> Maps:
-        return self.kv(k, self.box_rows)
-
-    def v(self, v: torch.Tensor) -> Maps:
-        return self.kv(v, self.box_rows if self.paged else self.tile.cols)
 
     def kv(self, x: torch.Tensor, box_rows: int) -> Maps:
         """Returns the maps [d, tokens, heads, pages] of k or v."""
@@ -178,10 +172,11 @@ class PersistentKernel(PreparedKernel):
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
         """Returns a function that computes tensor maps from addresses."""
-        q_map, k_map, v_map, rows = self.maps.q(q), self.maps.k(k), self.maps.v(v), 1 if q.dim() == 2 else q.shape[0]
-        tokens = k.shape[self.maps.token] if self.batch else 0  # of a single request as many as it has keys
+        maps, rows = self.maps, 1 if q.dim() == 2 else q.shape[0]
+        q_map, k_map, v_map = maps.q(q), maps.kv(k, maps.box_rows), maps.kv(v, maps.v_box_rows)
+        tokens = k.shape[maps.token] if self.batch else 0  # of a single request as many as it has keys
         if self.output_map:
-            o_map = self.maps.o(out)
+            o_map = maps.o(out)
 
         def addresses(places: Places) -> Values:
             q, k, v, out, lse, counters, _, kv_len = places

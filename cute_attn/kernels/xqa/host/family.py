@@ -177,7 +177,7 @@ class XqaBatchRun(BatchRun):
         pages, entries, workspace = memory
         numbers = *self.request, entries, pages, self.seq_lens, self.q_indptr, 0
         scratch = self.counters.data_ptr(), workspace, UNBOUNDED
-        return Launched(self.grid, numbers, (0, 1, 1), (), (), scratch)
+        return Launched(self.version, memory, self.grid, numbers, (0, 1, 1), (), (), scratch)
 
 
 def write_lengths(lengths: DeviceLengths, page_size: int, addresses: tuple[int, int, int], gpu: Gpu) -> None:
