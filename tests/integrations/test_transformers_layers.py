@@ -395,5 +395,5 @@ def test_workspaces_of_streams_are_bounded(monkeypatch):
     for stream in range(1, 100):
         workspaces._zeros(cpu, stream, 16)
         assert workspaces._zeros(cpu, 0, 16) is first, "a stream in use keeps its workspace"
-    assert workspaces._of.cache_info().currsize == workspaces.MAX_STREAMS
+    assert workspaces._zeros.cache_info().currsize == workspaces.MAX_STREAMS
     workspaces._zeros.cache_clear()
