@@ -59,6 +59,7 @@ def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
                 attention=types.SimpleNamespace(of=lambda roles: launch),
                 combine=None,
                 counter=None,
+                output=types.SimpleNamespace(strides=lambda out: ()),
                 strides=lambda q, *others: (f"of thread {int(q)}",),
                 scales=lambda settings: (),
                 addresses=lambda *tensors: lambda places: places,

@@ -126,10 +126,8 @@ class BatchRun(Runner):
         strides = prepared(tuple, strides)  # launches do not write again what is the same object
         scales, (roles, _) = kernel.scales(problem.settings), optional_tensors(problem)
         attention, combine = kernel.attention.of(roles), kernel.combine
-        out_strides: Values = ()
-        v_scale: Values = ()
+        out_strides, v_scale = kernel.output.strides(problem.out), scales[1:]
         if combine is not None:
-            out_strides, v_scale = combine.output.strides(problem.out), combine.output.scales(problem.settings)
             merge = combine.launches.of(roles)
         counter = kernel.counter
         latest: tuple[Launched, Settled, Settled] | None = None

@@ -24,21 +24,20 @@ class Output:
         features = settings.features
         self.itemsize = features.o_dtype.itemsize
         self.stride_fields = () if partial else STRIDE_FIELDS
-        self.scale_fields: tuple[str, ...] = () if partial else ("v_scale",)
-        self.static: Fields = {}
+        self.partial, self.static = partial, Fields()
         if partial:
             row_bytes = 4 * features.head_dim_vo
             strides = zip(STRIDE_FIELDS, (features.num_qo_heads * row_bytes, row_bytes), strict=True)
-            self.static = {"v_scale": 1.0, **dict(strides), **dict.fromkeys(FINAL_ROLES, 0)}
+            self.static = {**dict(strides), **dict.fromkeys(FINAL_ROLES, 0)}
 
     def strides(self, out: torch.Tensor) -> tuple[int, ...]:
         """Returns the values of `stride_fields`."""
         strides = out.stride()
         return (strides[0] * self.itemsize, strides[-2] * self.itemsize) if self.stride_fields else ()
 
-    def scales(self, settings: Settings) -> tuple[float, ...]:
-        """Returns the values of `scale_fields`."""
-        return (settings.v_scale,) if self.scale_fields else ()
+    def v_scale(self, settings: Settings) -> float:
+        """Returns the factor of what is written."""
+        return 1.0 if self.partial else settings.v_scale
 
 
 ROW_FIELDS = RowsOfWarps._fields[1:]
@@ -66,5 +65,5 @@ class CombineKernel:
             **self.output.static,
             **absent,
         }
-        groups = ("o", "lse", *PARTIAL_FIELDS), self.output.stride_fields, numbers, self.output.scale_fields
+        groups = ("o", "lse", *PARTIAL_FIELDS), self.output.stride_fields, numbers, ("v_scale",)
         self.launches = OptionalBounds(launch, static, groups)

@@ -49,12 +49,12 @@ class PreparedKernel:
         addresses, strides, numbers = groups
         output = Output(settings, partial=combine is not None and not batched(settings.features))
         self.output, self.combine, self.scale_unit = output, combine, scale_unit
-        bound = addresses, strides + output.stride_fields, numbers, ("scale", *output.scale_fields)
+        bound = addresses, strides + output.stride_fields, numbers, ("scale", "v_scale")
         self.attention = OptionalBounds(launch, static | output.static, bound)
 
     def scales(self, settings: Settings) -> Values:
         """Returns the values of the scales' fields."""
-        return settings.sm_scale * self.scale_unit, *self.output.scales(settings)
+        return settings.sm_scale * self.scale_unit, self.output.v_scale(settings)
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values
