@@ -180,8 +180,11 @@ def repeated(function: str, operands: Any, arguments: Mapping[str, Any], read: S
     key, _ = calls.repeated({}, given, tuple(options), (function, roles, read))
     if key is None:
         return Repeatable()
+    arrays = [arguments[name] for name in read]
     try:
-        lengths = unplanned.on_host([arguments[name] for name in read])
+        if any(x.dtype not in unplanned.LENGTH_DTYPES for x in arrays):
+            return Repeatable()
+        lengths = unplanned.on_host(arrays)
         key = key, workspace.data_ptr(), tuple([x.tobytes() for x in lengths])
     except calls.NOT_TENSORS:  # which full checks refuse
         return Repeatable()
