@@ -104,13 +104,13 @@ def single_decode_with_kv_cache(
         scales = q_scale, k_scale, v_scale
         (scale_q, scale_k, scale_v), roles, optional, read = calls.operands(scales, sinks, None, None, None)
     names = kv_layout, pos_encoding_mode, None, backend, lse_base, roles
-    given = q, k, v, out, lse, None, optional, read
+    given = q, k, v, out, lse, None, optional, read, None
     numbers = (
         use_tensor_cores, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse, enable_pdl,
         scale_q, scale_k, scale_v,
     )  # fmt: skip
-    key, kv_len, entry = calls.find(calls.UNPLANNED, given, numbers, names, kv_layout == "HND")
-    if entry is not None and (outputs := calls.replay(entry, given, (kv_len,), kv_len)) is not None:
+    key, outputs = calls.repeated(calls.UNPLANNED, given, numbers, names, kv_layout == "HND")
+    if outputs is not None:
         return outputs if return_lse else outputs[0]
     checks.boolean("use_tensor_cores", use_tensor_cores)
     call = Call(  # by position: keywords would cost 0.7 us
@@ -119,4 +119,4 @@ def single_decode_with_kv_cache(
         kv_layout, pos_encoding_mode, False, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
         q_scale, k_scale, v_scale, None, return_lse, enable_pdl, lse_base,
     )  # fmt: skip
-    return calls.run_single(call, backend, key, given, numbers)
+    return calls.run_single(call, backend, key, given)

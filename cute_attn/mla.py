@@ -152,7 +152,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         return trace.operator("trtllm_batch_decode_mla")(locals())
     if isinstance(sinks, list | tuple):
         sinks = trtllm_options.one_sink(sinks)
-    checks.at_least("max_seq_len", max_seq_len, 0)
+    if type(max_seq_len) is not int or not 0 <= max_seq_len <= checks.LARGEST_INT:
+        checks.at_least("max_seq_len", max_seq_len, 0)
     call = MlaCall(
         query, None, kv_cache, None, None, out, lse, workspace_buffer,
         (block_tables, seq_lens, cum_seq_lens_q, None), bmm1_scale, bmm2_scale, sinks, True, return_lse, enable_pdl,

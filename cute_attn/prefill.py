@@ -157,14 +157,17 @@ def single_prefill_with_kv_cache(
         (_, of_k, of_v), roles, optional, read = calls.operands(
             (None, k_scale, v_scale), sinks, mask, heads, kv_cache_sf
         )
-    names = kv_layout, pos_encoding_mode, o_dtype, backend, lse_base, roles
-    given = q, k, v, out, lse, None, optional, read
+        if packed_custom_mask is not None and custom_mask is not None:  # which is checked and not used
+            read = *read, custom_mask
+    names = kv_layout, pos_encoding_mode, o_dtype, backend, lse_base, roles, packed_custom_mask is None
+    given = q, k, v, out, lse, None, optional, read, None
     numbers = (
         causal, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse,
         enable_pdl, allow_fp16_qk_reduction, of_k, of_v,
     )  # fmt: skip
-    key, kv_len, entry = calls.find(calls.UNPLANNED, given, numbers, names, kv_layout == "HND")
-    if entry is not None and (outputs := calls.replay(entry, given, (kv_len,), kv_len)) is not None:
+    any_keys = mask is kv_cache_sf is None  # their shapes say how many keys there are
+    key, outputs = calls.repeated(calls.UNPLANNED, given, numbers, names, kv_layout == "HND", any_keys)
+    if outputs is not None:
         return outputs if return_lse else outputs[0]
     positional.check_scales(scale_q, scale_k, scale_v)
     checks.fp16_hint(use_fp16_qk_reduction, allow_fp16_qk_reduction)
@@ -174,7 +177,7 @@ def single_prefill_with_kv_cache(
         kv_layout, pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
         None, k_scale, v_scale, o_dtype, return_lse, enable_pdl, lse_base,
     )  # fmt: skip
-    return calls.run_single(call, backend, key, given, numbers)
+    return calls.run_single(call, backend, key, given)
 
 
 single_prefill_with_kv_cache_return_lse = with_return_lse(single_prefill_with_kv_cache)

@@ -19,8 +19,6 @@ import torch
 
 from cute_attn.errors import RuntimeArgumentError
 
-MemoryRange = tuple[str, tuple[int, int]]  # a name for messages; addresses of the first byte and past the last
-
 
 class Features(NamedTuple):
     """The structure of a problem: hashable, without scale factors, lengths, and of strides and addresses only whether
@@ -85,6 +83,11 @@ class Settings(NamedTuple):
     range_windows: tuple[int, int] = (-1, -1)
     # ^ features.key_ranges, of a run: `window_left` of the causal keys, which schedules do not know; and > 0: keys of a
     # ^ token's range up to itself that it sees
+
+    @property
+    def unscaled(self) -> Settings:
+        """Those of all calls that differ in scales, which decide neither kernel nor schedule."""
+        return self._replace(sm_scale=1.0, v_scale=1.0)
 
 
 class Extras(NamedTuple):
@@ -151,7 +154,7 @@ class BatchLengths:
 
     def __init__(
         self,
-        qo_indptr: np.ndarray,  # [batch_size + 1]
+        qo_indptr: np.ndarray | None,  # [batch_size + 1]; None: `q_len` query tokens of every request
         kv_indptr: np.ndarray,  # [batch_size + 1]: rows of ragged k and v, or indices into kv_indices; without an end
         # ^ where only a schedule is made of the lengths
         kv_len: np.ndarray,  # [batch_size], tokens
@@ -163,7 +166,9 @@ class BatchLengths:
         kv_indices: torch.Tensor | None = None,  # paged: int32 on the device once the wrapper has copied it there
         qo_len: np.ndarray | None = None,  # the steps of qo_indptr, where they are known
     ) -> None:
-        self.qo_indptr, self.kv_indptr, self.kv_len = qo_indptr, kv_indptr, kv_len
+        if qo_indptr is not None:
+            self.qo_indptr = qo_indptr
+        self.kv_indptr, self.kv_len = kv_indptr, kv_len
         self.mask_offset, self.key_bounds = mask_offset, key_bounds
         self.q_len, self.last_page_len, self.kv_indices = q_len, last_page_len, kv_indices
         self.batch_size = size = len(kv_len)
@@ -173,10 +178,11 @@ class BatchLengths:
         if q_len and size:
             self.longest_qo, self.with_queries, self.rows, self.first_row = q_len, size, q_len * size, 0
         else:
-            self.qo_len = qo_indptr[1:] - qo_indptr[:-1] if qo_len is None else qo_len  # of uniform lengths few read it
+            if qo_len is not None:
+                self.qo_len = qo_len
             self.longest_qo = largest(self.qo_len) if size else 0
             self.with_queries = int(np.count_nonzero(self.qo_len))
-            self.rows, self.first_row = qo_indptr.item(-1), qo_indptr.item(0)
+            self.rows, self.first_row = self.qo_indptr.item(-1), self.qo_indptr.item(0)
 
     def replace(self, **changes: Any) -> BatchLengths:
         """Return lengths with another mask_offset, key_bounds or kv_indices."""
@@ -198,6 +204,12 @@ class BatchLengths:
     def kv_end(self) -> int:
         """Number of rows that ragged k and v must have, or of entries that kv_indices must have."""
         return int(self.kv_indptr.item(-1))
+
+    @functools.cached_property
+    def qo_indptr(self) -> np.ndarray:
+        """Where the query tokens of each request are; of uniform lengths few read it."""
+        assert self.q_len is not None
+        return np.arange(self.batch_size + 1, dtype=np.int64) * self.q_len
 
     @functools.cached_property
     def qo_len(self) -> np.ndarray:
@@ -313,7 +325,7 @@ class BatchPlan:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # of CUDA graphs, by name
     cached_runs: dict[Any, Any] = field(default_factory=dict)  # `wrappers.calls.Entry` by key
     run_settings: Callable[..., Settings] | None = None  # `request.batch_run` keeps the settings of runs here
-    protected: list[MemoryRange] | None = None  # memory of the plan that runs must not write, once a run asks for it
+    protected: list[tuple[int, int]] | None = None  # memory that runs must not write, once a run asks for it
 
     @property
     def rows(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from cute_attn.errors import ArgumentError
 from cute_attn.request import batch_plan, block_sparse, checks
 from cute_attn.request.batch_plan import PlanOptions, PlanRequest
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.request.block_sparse import convert_bsr_mask_layout
+from cute_attn.request.block_sparse import Matrix, convert_bsr_mask_layout
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, makes_plan, older_form
+from cute_attn.wrappers.calls import Before
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
 
@@ -32,6 +34,12 @@ class BlocksWrapper(BatchWrapper):
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, "NHD", False, backend)
+
+    @property
+    def _matrix(self) -> Matrix:
+        matrix = self._in_force().request.matrix
+        assert matrix is not None
+        return matrix
 
     def _replan(self, **options: Any) -> None:
         block_sparse.refuse_positions(options["pos_encoding_mode"])
@@ -164,11 +172,14 @@ class BlockSparseAttentionWrapper(BlocksWrapper):
         ------
         The errors of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
-        matrix = self._in_force().request.matrix
-        assert matrix is not None
-        cache = block_sparse.pages(k, v, matrix)
         scales = None if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
-        return self._run(RunArguments(q, cache, None, None, None, out, lse, return_lse, enable_pdl, head_scales=scales))
+        return self._run(
+            RunArguments(q, (k, v), None, None, None, out, lse, return_lse, enable_pdl, head_scales=scales)
+        )
+
+    def _launched(self, arguments: RunArguments) -> tuple[RunArguments, None]:
+        k, v = arguments.kv_cache
+        return arguments._replace(kv_cache=block_sparse.pages(k, v, self._matrix)), None
 
     @older_form
     def forward(
@@ -287,15 +298,19 @@ class VariableBlockSparseAttentionWrapper(BlocksWrapper):
         ------
         The errors of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
-        plan = self._in_force()
-        group, matrix = plan.settings.features.num_qo_heads, plan.request.matrix
-        assert matrix is not None
-        checks.apart((("out", out), ("lse", lse)), (("q", q), ("k", k), ("v", v)))  # before any is copied
-        q, k, v = block_sparse.by_kv_head(q, k, v, group, matrix)
         result = self._run(RunArguments(q, (k, v), out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl))
+        matrix = self._matrix
         if isinstance(result, tuple):
             return block_sparse.by_query_head(result[0], matrix), block_sparse.by_query_head(result[1], matrix)
         return block_sparse.by_query_head(result, matrix)
+
+    def _launched(self, arguments: RunArguments) -> tuple[RunArguments, Before]:
+        (q, (k, v), *_), matrix = arguments, self._matrix
+        checks.apart((("out", arguments.out), ("lse", arguments.lse)), (("q", q), ("k", k), ("v", v)))
+        group = self._in_force().settings.features.num_qo_heads
+        cache = block_sparse.by_kv_head(q, k, v, group, matrix)
+        by_kv_head = functools.partial(block_sparse.rows_by_kv_head, group, matrix)
+        return arguments._replace(q=by_kv_head(q, ())[0], kv_cache=cache), by_kv_head
 
     @older_form
     def forward(

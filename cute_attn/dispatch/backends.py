@@ -29,7 +29,7 @@ def run(problem: Request, backend: str = "auto") -> Fire | None:
     if not isinstance(backend, str):
         choose(problem.settings.features, backend)
     load = load_class(problem.settings, problem.qo_len)
-    return prepared(_runner, problem.settings, backend, load)(problem)
+    return prepared(_runner, problem.settings.unscaled, backend, load)(problem)
 
 
 def _runner(settings: Settings, backend: str, load: Load) -> Runner:

@@ -43,14 +43,14 @@ class EmulatedBound(Bound):
             "param_offsets": [param.offset for param in self.artifact.params],
         }
 
-    def fire(self, stream: int, moving: Values, settled: Settled) -> None:
+    def fire(self, stream: int, moving: Values, settled: Settled, tensors: Sequence[torch.Tensor] = ()) -> None:
         memory, emulation = _memory.get(), settings.current()
         if memory is None:
             raise RuntimeError("an emulated launch needs emulator.adapter.visible(...) around it")
         from cute_attn.emulator.run import launch  # the machine: 50 ms that processes with a GPU do without
 
         grid, *groups = settled
-        for write, values in zip(self._block.writers, (moving, *groups), strict=True):
+        for write, values in zip(self._block.writers, (moving + self.values_of(tensors), *groups), strict=True):
             write(values)
         start = time.perf_counter()
         ptx = self.artifact.ptx

@@ -19,6 +19,7 @@ from cute_attn.integrations import workspaces
 from cute_attn.prefill import single_prefill_with_kv_cache
 from cute_attn.problem import BatchLengths
 from cute_attn.request import checks, unplanned
+from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.request.unplanned import Keys
 from cute_attn.runtime import capture
@@ -281,9 +282,10 @@ def _planned(q: torch.Tensor, keys: Keys, out: torch.Tensor, lengths: BatchLengt
     """Compute a batch under the plan of an earlier call with these lengths, or a new one; return the base-2 lse."""
     structure = Structure.of(q, keys, o_data_type=out.dtype, causal=band.causal, window_left=band.window_left)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    options = {"q_scale": q.shape[2] ** -0.5 if band.scale is None else band.scale, "out": out, "lse": lse}
+    scale = q.shape[2] ** -0.5 if band.scale is None else band.scale
+    run = RunArguments(q, (keys.k, keys.v), q_scale=scale, out=out, lse=lse)
     arrays = lengths.qo_indptr, lengths.kv_indptr, lengths.kv_len
-    planned_prefill.run(workspaces.of_stream(q.device), structure, q, keys, arrays, options)
+    planned_prefill.run(workspaces.of_stream(q.device), structure, run, keys, arrays)
     return lse
 
 

@@ -31,15 +31,14 @@ class Workspaces(NamedTuple):
 
 def of_stream(device: torch.device) -> torch.Tensor:
     """Return the memory for partial results of the current stream, whose launches run one after the other."""
-    return _of(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+    return _zeros(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0, BYTES)
 
 
-@functools.lru_cache(MAX_STREAMS)
-def _of(device: torch.device, stream: int) -> torch.Tensor:
-    return capture.outside(device, functools.partial(torch.empty, BYTES, dtype=torch.uint8, device=device))
-
-
-@functools.lru_cache(MAX_STREAMS)
 def too_small(device: torch.device) -> torch.Tensor:
     """Return a workspace too small for any launch, which then takes memory of its own stream, or of its graph."""
-    return capture.outside(device, functools.partial(torch.zeros, 16, dtype=torch.uint8, device=device))
+    return _zeros(device, -1, 16)
+
+
+@functools.lru_cache(MAX_STREAMS)
+def _zeros(device: torch.device, stream: int, size: int) -> torch.Tensor:
+    return capture.outside(device, functools.partial(torch.zeros, size, dtype=torch.uint8, device=device))

@@ -34,8 +34,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     """
     _check_vector("x", x)
     _check_bitorder(bitorder)
-    start = torch.arange(0, x.numel(), 8, device=x.device)
-    return _pack(x.bool(), start, torch.full_like(start, x.numel()), bitorder)
+    return mask_bits(x.bool(), bitorder)
 
 
 def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,6 +68,12 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     torch.cumsum(sizes, 0, out=packed_indptr[1:])
     packed = pack_segments(x.bool(), bounds, packed_indptr, int(packed_indptr[-1]), bitorder)
     return packed, packed_indptr.to(torch.int32)
+
+
+def mask_bits(mask: torch.Tensor, bitorder: str = "little") -> torch.Tensor:
+    """Pack a bool mask of any shape, in the order in which attention reads it. Nothing is checked."""
+    start = torch.arange(0, mask.numel(), 8, device=mask.device)
+    return _pack(mask.reshape(-1), start, torch.full_like(start, mask.numel()), bitorder)
 
 
 def pack_segments(

@@ -193,15 +193,22 @@ def _sizes(name: str, value: Any, num_kv_heads: int) -> np.ndarray:
     return sizes
 
 
-def by_kv_head(q: Any, k: Any, v: Any, group: int, size: Matrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q `[num_qo_heads, M, head_dim]` as `[num_kv_heads * M, group, head_dim]`, k and v `[num_kv_heads, N,
-    head_dim]` as pages `[num_kv_heads * N / page_size, page_size, 1, head_dim]`.
+def by_kv_head(q: Any, k: Any, v: Any, group: int, size: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check q `[num_qo_heads, M, head_dim]`, and return k and v `[num_kv_heads, N, head_dim]` as pages `[num_kv_heads *
+    N / page_size, page_size, 1, head_dim]`.
     """
     shapes = (("q", q, size.heads * group, size.rows), ("k", k, size.heads, size.columns))
     for name, x, heads, length in (*shapes, ("v", v, size.heads, size.columns)):
         checks.shape(name, checks.tensor(name, x), (heads, length, None), f"[{heads}, {length}, head_dim]")
     k, v = (x.reshape(-1, size.page_size, 1, x.shape[2]) for x in (k, v))
-    return q.unflatten(0, (size.heads, group)).transpose(1, 2).flatten(0, 1), k, v
+    return k, v
+
+
+def rows_by_kv_head(
+    group: int, size: Matrix, q: torch.Tensor, others: tuple[Any, ...]
+) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Return q as `[num_kv_heads * M, group, head_dim]`, and other tensors of a run as they are."""
+    return q.unflatten(0, (size.heads, group)).transpose(1, 2).flatten(0, 1), others
 
 
 def by_query_head(x: torch.Tensor, size: Matrix) -> torch.Tensor:

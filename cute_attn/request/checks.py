@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError, NotSupported, Refusal, RuntimeArgumentError
-from cute_attn.problem import MemoryRange, short
+from cute_attn.problem import short
 
 Extent = tuple[int, int]  # addresses of the first byte and past the last
 Named = tuple[str, Any]  # a tensor, or what stands for none, under its name in messages
@@ -346,13 +346,12 @@ def named(names: Sequence[str], given: Any) -> list[Named]:
     return list(zip(names, given, strict=False)) if isinstance(given, tuple | list) else []
 
 
-def apart(written: Iterable[Named], read: Iterable[Named] = (), ranges: Iterable[MemoryRange] = ()) -> None:
-    """Refuse buffers to write that share memory with `ranges`, with what a call reads, or with each other. Tensors that
-    alternate in one storage, whose address ranges cross, share none; where finding that out takes too long, they count
-    as sharing. What is no strided tensor is passed over: it has no memory.
+def apart(written: Iterable[Named], read: Iterable[Named] = ()) -> None:
+    """Refuse buffers to write that share memory with what a call reads, or with each other. Tensors that alternate in
+    one storage, whose address ranges cross, share none; where finding that out takes too long, they count as sharing.
+    What is no strided tensor is passed over: it has no memory.
     """
-    taken: list[tuple[str, torch.Tensor | None, Extent]] = [(name, None, x) for name, x in ranges]
-    taken += [(name, x, extent(x)) for name, x in read if isinstance(x, torch.Tensor) and x.layout is torch.strided]
+    taken = [(name, x, extent(x)) for name, x in read if isinstance(x, torch.Tensor) and x.layout is torch.strided]
     for name, x in written:
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
             continue
@@ -360,7 +359,7 @@ def apart(written: Iterable[Named], read: Iterable[Named] = (), ranges: Iterable
         for other_name, other, (other_start, other_stop) in taken:
             if not (start < other_stop and other_start < stop):
                 continue
-            if other is None or np.may_share_memory(_placed(x), _placed(other), max_work=MOST_STEPS):
+            if np.may_share_memory(_placed(x), _placed(other), max_work=MOST_STEPS):
                 raise ArgumentError(f"{name} must not share memory with {other_name}: they have bytes in common")
         taken.append((name, x, own))
 

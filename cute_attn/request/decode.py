@@ -38,6 +38,7 @@ class Form(NamedTuple):
     lse_layout: str = "NH"  # "HN": lse is `[num_qo_heads, num_tokens]`, a copy
     bmm1_factor: float = 1.0  # of bmm1_scale: ln(2) where the caller gave the base-2 form
     factors: tuple[checks.Named, ...] = ()  # of the scales, where these are products
+    same_backends: tuple[str, ...] = ()  # FlashInfer's names of what is one implementation here
 
 
 class DecodeCall(NamedTuple):

@@ -36,13 +36,11 @@ class IndexArrays(NamedTuple):
     def on_host(self) -> BatchLengths:
         """Check the arrays and return what they say. Those on a GPU cost a synchronisation each."""
         names, qo_indptr, kv_indptr, indices, last_page_len, page_size, q_len = self
-        qo_len = None
+        q_bounds = qo_len = None
         if q_len is None:
             q_bounds, qo_len, _ = _bounds(names[0], qo_indptr)
         kv_bounds, kv_len, fewest = _bounds(names[1], kv_indptr)
-        if q_len is not None:
-            q_bounds = np.arange(0, (len(kv_len) + 1) * q_len, q_len, dtype=np.int64)
-        if len(q_bounds) != len(kv_bounds):
+        if q_bounds is not None and len(q_bounds) != len(kv_bounds):
             raise ArgumentError(
                 f"{names[0]} and {names[1]} must both have batch_size + 1 elements, "
                 f"got {len(q_bounds)} and {len(kv_bounds)}"

@@ -44,13 +44,13 @@ def check_packed_mask(value: Any) -> None:
         raise _other_order("packed_custom_mask must be a torch.Tensor", PREFILL_PLAN, value)
 
 
-def head_scales(args: tuple[Any, ...], older: str) -> tuple[Any, Any, Any]:
-    """Return the per-head fp8 scales that the positional arguments `args` of a run must be.
+def check_head_scales(args: tuple[Any, ...], older: str) -> None:
+    """Check that the positional arguments `args` of a run are per-head fp8 scales.
 
     `older`: what followed the keys and values of such a run in FlashInfer's older releases.
     """
     if len(args) == 3 and all(isinstance(value, torch.Tensor) and value.dim() > 0 for value in args):
-        return args[0], args[1], args[2]
+        return
     expected = "the positional arguments after keys and values must be scale_q, scale_k, scale_v of fp8 attention"
     got = ", ".join(map(describe, args))
     raise ArgumentTypeError(

@@ -12,7 +12,7 @@ import torch
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import Features, Problem
 from cute_attn.request import checks, operands
-from cute_attn.request.bit_packing import packbits
+from cute_attn.request.bit_packing import mask_bits
 from cute_attn.request.operands import BLOCK_SCALES, HEAD_SCALES, LAYOUTS, NAMES, NO_SCALES, SCALES
 from cute_attn.request.settings import KV_LAYOUTS, MAX_KV_LEN, MAX_ROWS, Call, call_settings, check_device
 
@@ -126,7 +126,7 @@ def _mask(call: Call, lengths: tuple[int, int]) -> torch.Tensor:
             checks.shape("custom_mask", mask, lengths, "[qo_len, kv_len], or flat")
         checks.device("custom_mask", mask, call.q.device)
         if call.packed_custom_mask is None:
-            packed = packbits(mask.reshape(-1), bitorder="little")
+            packed = mask_bits(mask)
     if call.packed_custom_mask is not None:
         given, size = call.packed_custom_mask, (lengths[0] * lengths[1] + 7) // 8
         meaning, device = "[ceil(qo_len * kv_len / 8)]", call.q.device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,19 +41,26 @@ def refuse_capture(function: str, device: torch.device) -> None:
         checks.refuse("capture in a CUDA graph", reason, instead, function)
 
 
-def host_arrays(arrays: Mapping[str, Any], device: torch.device) -> list[np.ndarray]:
-    """Return one-dimensional arrays of lengths on the host. Those on a GPU cost one copy, and a synchronisation,
-    together.
-    """
-    checked = [_array(name, value, device) for name, value in arrays.items()]
-    remote = [x for x in checked if x.is_cuda]
+def host_arrays(
+    arrays: Mapping[str, Any], device: torch.device, read: list[np.ndarray] | None = None
+) -> list[np.ndarray]:
+    """Check one-dimensional arrays of lengths, and return them on the host. `read`: result of `on_host`, if known."""
+    for name, value in arrays.items():
+        _array(name, value, device)
+    return on_host(list(arrays.values())) if read is None else read
+
+
+def on_host(arrays: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """Return arrays on the host. Those on a GPU cost one copy, and a synchronisation, together."""
+    signed = [x.view(torch.int32) if x.dtype == torch.uint32 else x for x in arrays]
+    remote = [x for x in signed if x.is_cuda]
     if remote:
         sizes = [x.numel() for x in remote]
         copied = iter(torch.cat([x.to(torch.int64) for x in remote]).cpu().split(sizes))
-        checked = [next(copied) if x.is_cuda else x for x in checked]
+        signed = [next(copied) if x.is_cuda else x for x in signed]
     return [
         x.numpy().astype(np.int64) & (0xFFFFFFFF if given.dtype == torch.uint32 else -1)
-        for x, given in zip(checked, arrays.values(), strict=True)
+        for x, given in zip(signed, arrays, strict=True)
     ]
 
 
@@ -74,14 +81,20 @@ def from_host(q_seq_lens_cpu: Any, kv_seq_lens_cpu: Any) -> tuple[torch.Tensor, 
     return qo_indptr, kv_len, kv_indptr
 
 
-def lengths(arrays: Mapping[str, Any], sizes: Mapping[str, Any], query: torch.Tensor, k: torch.Tensor) -> Arrays:
+def lengths(
+    arrays: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+    query: torch.Tensor,
+    k: torch.Tensor,
+    read: list[np.ndarray] | None = None,
+) -> Arrays:
     """Read lengths, and check them against each other, the rows of query and k, and what else the call says of them.
 
     `arrays`: cum_seq_lens_q, seq_lens and, where k has rows instead of pages, cum_seq_lens_kv. `sizes`: batch_size,
-    max_q_len and max_kv_len.
+    max_q_len and max_kv_len. `read`: as for `host_arrays`.
     """
     rows = query.shape[0]
-    qo_indptr, kv_len, *of_rows = host_arrays(arrays, query.device)
+    qo_indptr, kv_len, *of_rows = host_arrays(arrays, query.device, read)
     batch_size, max_q_len, max_kv_len = (checks.at_least(name, value, 0) for name, value in sizes.items())
     for name, value, size in (("cum_seq_lens_q", qo_indptr, batch_size + 1), ("seq_lens", kv_len, batch_size)):
         if len(value) != size:

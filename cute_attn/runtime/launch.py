@@ -73,24 +73,32 @@ Settled = tuple[Any, ...]  # a grid, and a tuple of values for each group of `La
 class Bound:
     """Launches of one kernel with parameter storage of their own. Threads may share it."""
 
+    # Of tensors that launches are given: those whose addresses, then those whose sizes are the last moving values.
+    of_tensors: tuple[Sequence[int], Sequence[int]] = (), ()
+
     def __init__(
         self, launch: Launch, static: Mapping[str, Value], moving: Sequence[str], groups: Sequence[Sequence[str]]
     ) -> None:
         self.artifact = launch.artifact
         block = ParamBlock(launch.layout, static, (moving, *groups))
-        self._write, *self._writers = block.writers
+        self._write, *writers = block.writers
+        self._writers = list(enumerate(writers, 1))  # by their places in what is settled
         self._config = config = _config(launch.driver, launch.artifact, launch.pdl)
         self._block = block  # whose memory the driver reads
         self._constant = launch.driver, launch.context, config, launch.function, block.address, threading.Lock()
         self._stream: int | None = None
-        self._settled: Settled = (None,) * (1 + len(groups))  # what the latest launch has written
+        self._unsettled: Settled = (None,) * (1 + len(groups))
+        self._settled = self._unsettled  # what the latest launch has written
 
-    def fire(self, stream: int, moving: Values, settled: Settled) -> None:
-        """Launches on `stream`, a raw handle of the device, with these values of the moving fields, a grid, and values
-        of the groups. What is the same object as before is not written again.
+    def fire(self, stream: int, moving: Values, settled: Settled, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Launches on `stream`, a raw handle of the device, with these values of the moving fields but for those of
+        `tensors`, a grid, and values of the groups. What is the same object as before is not written again.
         """
+        if tensors:
+            moving += self.values_of(tensors)
         driver, context, config, function, address, lock = self._constant  # once: each attribute takes as long as this
-        with lock:
+        lock.acquire()  # with `release` in half of the time of a context
+        try:
             if settled is not self._settled:
                 self._settle(settled)
             self._write(moving)
@@ -101,17 +109,23 @@ class Bound:
             else:  # another device is current, or this thread has not used CUDA yet
                 with entered(context):
                     status = driver.cuLaunchKernelEx(config, function, address, 0)[0]
+        finally:
+            lock.release()
         if status:
             raise RuntimeError(f"launching {self.artifact.symbol} with grid {settled[0]} failed: {status.name}")
 
+    def values_of(self, tensors: Sequence[torch.Tensor]) -> Values:
+        """Returns the values that fields take from tensors."""
+        addresses, sizes = self.of_tensors
+        return tuple([tensors[i].data_ptr() for i in addresses] + [tensors[i].numel() for i in sizes])
+
     def _settle(self, settled: Settled) -> None:
         """Writes a grid and the groups that have changed."""
-        config, before = self._config, self._settled
-        grid = settled[0]
-        self._settled = (None,) * len(settled)  # until all are written
-        if grid is not before[0]:
-            config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        for i, write in enumerate(self._writers, 1):
+        before, self._settled = self._settled, self._unsettled  # until all are written
+        if settled[0] is not before[0]:
+            config = self._config
+            config.gridDimX, config.gridDimY, config.gridDimZ = settled[0]
+        for i, write in self._writers:
             if settled[i] is not before[i]:
                 write(settled[i])
         self._settled = settled

@@ -20,9 +20,9 @@ from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError
 from cute_attn.ops import declare
 from cute_attn.problem import BatchPlan
-from cute_attn.request import batch_plan, batch_run, caches, checks
+from cute_attn.request import batch_plan, batch_run, caches, checks, positional
 from cute_attn.request.batch_plan import PlanRequest
-from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.batch_run import LseForm, RunArguments
 from cute_attn.request.settings import KV_LAYOUTS
 from cute_attn.wrappers import calls, engine_attributes
 from cute_attn.wrappers.engine_attributes import EngineHooks, IndexCopy
@@ -103,6 +103,7 @@ class BatchWrapper(EngineHooks, EndsForward):
     """What all batch wrappers share. Subclasses declare the constructor, `plan`, `run` and `forward`."""
 
     kv_source = ""  # set by subclasses: ragged | paged
+    older_order = ""  # what followed the keys and values of `run` in FlashInfer's older releases
 
     def __init__(self, float_workspace_buffer: Any, kv_layout: Any, use_cuda_graph: Any, backend: Any) -> None:
         workspace = batch_plan.workspace(float_workspace_buffer)
@@ -203,29 +204,40 @@ class BatchWrapper(EngineHooks, EndsForward):
         made: Any = self
         return cast(Result, made.run(**given))
 
-    def _run(self, arguments: RunArguments) -> Result:
+    def _run(
+        self, arguments: RunArguments, lse_form: LseForm | None = None, call: calls.RunCall | None = None
+    ) -> Result:
+        """Run. `call`: under which runs like this one are found, if not by its arguments."""
         plan = self._plan
         if plan is None or (batch := plan.batch) is None or self._copies:
             plan = self._in_force()
             if plan.is_open:
-                return self._first_run(arguments, self._run)
+                return self._first_run(arguments, lse_form)
             batch = self._scheduled(plan)
-        call = calls.call_of_run(batch, arguments)
-        out, lse = calls.replay_run(batch, call) or self._checked_run(plan, arguments, call)
+        if call is None:
+            call = calls.call_of_run(batch, arguments, lse_form)
+        out, lse = calls.replay_run(batch, call) or self._checked_run(plan, arguments, call, lse_form)
         return out if lse is None or not arguments.return_lse else (out, lse)
 
     def _checked_run(
-        self, plan: Plan, arguments: RunArguments, call: calls.RunCall
+        self, plan: Plan, arguments: RunArguments, call: calls.RunCall, lse_form: LseForm | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Check the arguments of a run, and run."""
-        batch = self._scheduled(plan)
+        batch, given_arguments = self._scheduled(plan), arguments
+        arguments, before = self._launched(arguments)
         if (heads := batch_run.fewer_heads(batch, arguments)) is not None:
             with self._lock:
                 plan = plan.with_options(**{**plan.overrides, **heads})
             batch = self._scheduled(plan)
-            call = calls.call_of_run(batch, arguments)
+            call = calls.call_of_run(batch, given_arguments, lse_form)
             if (replayed := calls.replay_run(batch, call)) is not None:
                 return replayed
+        convert, buffer = None, arguments.lse
+        if lse_form is not None:
+            factor, by_heads = batch_run.lse_form(batch, arguments, *lse_form)
+            if by_heads or factor != 1:
+                convert = functools.partial(calls.lse_in_form, factor, by_heads)
+                arguments = arguments._replace(lse=None if by_heads else buffer, return_lse=True)
         try:
             problem = batch_run.problem(batch, arguments)
         except UnsupportedByPlan as error:
@@ -237,8 +249,19 @@ class BatchWrapper(EngineHooks, EndsForward):
         fire = batch.launch(problem)
         key, given = call
         if not (batch.validate or given is None or batch.lengths.first_row):  # rows before it are filled, by no launch
-            calls.enter(batch.cached_runs, key, fire, given, problem, (problem.out, problem.lse))
-        return problem.out, problem.lse
+            result = problem.out, problem.lse
+            calls.enter(batch.cached_runs, key, fire, given, problem, result, before=before, convert=convert)
+        lse = problem.lse
+        if convert is not None:
+            assert lse is not None
+            lse = convert(lse, buffer)
+        return problem.out, lse
+
+    def _launched(self, arguments: RunArguments) -> tuple[RunArguments, calls.Before | None]:
+        """Return the arguments of a run as the plan has them, and what makes the tensors of runs like it."""
+        if arguments.head_scales is not None:
+            positional.check_head_scales(arguments.head_scales, self.older_order)
+        return arguments, None
 
     def _moved(self, plan: Plan, error: UnsupportedByPlan) -> BatchPlan:
         """Schedule a plan again on a backend that supports what a run adds; later runs stay there.
@@ -251,35 +274,19 @@ class BatchWrapper(EngineHooks, EndsForward):
             plan.schedule_for_run(error.features)
         return self._scheduled(plan)
 
-    def _run_with_lse(self, arguments: RunArguments, lse_base: Any, lse_layout: Any) -> Result:
-        """Run, and convert lse to another base or to `[num_qo_heads, rows]` (layout "HN") by a torch operation."""
-        plan = self._in_force()
-        if plan.is_open:
-            return self._first_run(arguments, self._run_with_lse, lse_base, lse_layout)
-        factor, transposed = batch_run.lse_form(self._scheduled(plan), arguments, lse_base, lse_layout)
-        if factor == 1 and not transposed:
-            return self._run(arguments)
-        buffer = arguments.lse
-        out, lse = self._run(arguments._replace(lse=None if transposed else buffer, return_lse=True))
-        if transposed:
-            lse = torch.mul(lse.t(), factor, out=lse.new_empty(lse.shape[::-1]) if buffer is None else buffer)
-        else:
-            lse.mul_(factor)
-        return (out, lse) if arguments.return_lse else out
-
-    def _first_run(self, arguments: RunArguments, run: Callable[..., Result], *options: Any) -> Result:
+    def _first_run(self, arguments: RunArguments, lse_form: LseForm | None) -> Result:
         """Run an open plan, completed with the rows of q, and of ragged k. A run that fails completes nothing."""
         with self._lock:
             plan = self._in_force()
             if not plan.is_open:  # another thread was first
-                return run(arguments, *options)
+                return self._run(arguments, lse_form)
             q, keys = checks.tensor("q", arguments.q), 0
             if self.kv_source == "ragged":
                 k = checks.tensor("k", arguments.kv_cache[0])
                 keys = k.shape[1 if self._kv_layout == "HND" else 0] if k.dim() == 3 else 0
             self._keep(plan.with_rows(q.shape[0] if q.dim() else 0, keys))
             try:
-                return run(arguments, *options)
+                return self._run(arguments, lse_form)
             except Exception:
                 self._keep(plan)
                 raise

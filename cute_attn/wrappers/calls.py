@@ -8,9 +8,11 @@ not qualify, all checks say what is wrong, or make another entry.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, empty_like, is_grad_enabled
@@ -19,8 +21,8 @@ from torch.autograd import forward_ad
 from cute_attn.dispatch import backends
 from cute_attn.kernels.host.operands import MASK, ROLES, Fire, Optional, Roles, optional_tensors
 from cute_attn.problem import BatchPlan, BatchProblem, Problem, Request
-from cute_attn.request import checks, single
-from cute_attn.request.batch_run import RunArguments, protected_memory
+from cute_attn.request import bit_packing, checks, single
+from cute_attn.request.batch_run import LseForm, RunArguments, protected_memory
 from cute_attn.request.mla import MlaProblem
 from cute_attn.request.operands import ALIGNMENT, NARROW_ALIGNMENT
 from cute_attn.request.settings import MAX_KV_LEN, Call
@@ -29,97 +31,110 @@ from cute_attn.runtime.staging import is_capturing
 
 CACHE_SIZE = 512  # calls: prompts of any length must not fill memory
 NO_HEADS = None, None, None
-PLAIN_TYPES = frozenset((float, int, bool, type(None)))  # options that hash by value
+PLAIN_TYPES = frozenset((float, int, bool, type(None)))  # of numbers
+OPTION_TYPES = PLAIN_TYPES | {str, tuple, torch.dtype}  # options that hash by value
 # What keys of arguments that are no tensors raise, and sparse ones.
 NOT_TENSORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 V_SCALE, SINKS, K_SCALES = map(ROLES.index, ("v_scale_ptr", "sinks", "k_scales"))
 
 # The tensors of a call as the user gave them, or None: q, k, v (k itself, where one tensor holds keys and values), out,
-# lse, a workspace of the call, those of `operands.Optional` that there are, and what else the call reads.
-Given = tuple[Any, Any, Any, Any, Any, Any, Optional, tuple[Any, ...]]
+# lse, a workspace of the call, those of `operands.Optional` that there are, what else the call reads, and a workspace
+# for counters alone.
+Given = tuple[Any, Any, Any, Any, Any, Any, Optional, tuple[Any, ...], Any]
 Numbers = tuple[Any, ...]  # options whose values may be equal although their types differ (1, 1.0, True)
 Entries = dict[Any, "Entry"]
-Found = tuple[Any, int, "Entry | None"]
 Outputs = tuple[Tensor, Any]  # out, and lse or None
 Range = tuple[int, int]  # addresses of the first byte and past the last
+# From q and optional tensors to those that a launch reads; None: all checks must look at the call.
+Before = Callable[[Any, Optional], tuple[Any, Optional] | None]
+Convert = Callable[[Tensor, Any], Tensor]  # from the lse of a launch and the caller's, or None, to what is returned
 NONE: tuple[Roles, Optional, tuple[Any, ...]] = (), (), ()
-NOT_FOUND: Found = (None, 0, None)
+NOT_FOUND = None, None
 RunCall = tuple[Any, Given | None]  # what equal runs have in common besides addresses, and the tensors; None: no entry
 NO_CALL: RunCall = (None, None)
 
 UNPLANNED: Entries = {}  # of calls without a plan; plans have entries of their own
 
 
-class Entry(NamedTuple):
+@dataclass(slots=True)
+class Entry:
     """A call that passed every check, and how to launch calls like it."""
 
     fire: Fire
     like_q: bool  # out has q's shape and dtype, and q is contiguous
-    out: tuple[tuple[int, ...], torch.dtype]  # shape and dtype
+    out: tuple[int, ...]  # shape
+    o_dtype: torch.dtype
     lse: tuple[int, ...] | None  # shape of an lse that the call makes
     v_offset: int  # bytes from the address of the v that is given to that of the values
     kv_alignment: int  # bytes: the launch reads k and v at multiples of it
-    sinks: int | None  # which optional tensor is sinks on the CPU, whose values every call looks at
-    spans: tuple[int, ...]  # bytes that q, k, v, out, lse and workspace cover; of k and v of a single request those
+    spans: tuple[int, ...]  # bytes that q, k, v, out, lse and workspaces cover; of k and v of a single request those
     per_key: tuple[int, int]  # ^ without keys, and here per key
-    optional_spans: tuple[int, ...]  # bytes that optional tensors cover
-    read_spans: tuple[int, ...]  # and what else is read
+    other_spans: tuple[int, ...]  # bytes that optional tensors cover, and what else is read
     partials_offset: int  # bytes from the workspace's address to partial results
+    before: Before | None  # makes what the launch reads in place of what is given, and looks at values
+    convert: Convert | None  # makes the lse that the call returns
 
 
-def find(
-    entries: Entries, given: Given, numbers: Numbers, names: tuple[Any, ...], keys_axis: int | None = None
-) -> Found:
-    """Return what equal calls have in common besides addresses, the number of keys, and the entry of such calls.
+def repeated(
+    entries: Entries,
+    given: Given,
+    numbers: Numbers,
+    names: tuple[Any, ...],
+    keys_axis: int | None = None,
+    any_keys: bool = True,
+) -> tuple[Any, Outputs | None]:
+    """Launch a call like an earlier one, and return its outputs; None if there is none, or an address does not qualify.
+    Return first the key under which the call may leave its entry: what equal calls have in common besides addresses.
 
     `names`: all options that are not `numbers`. `keys_axis`: that of the keys of a single request, whose entry serves
-    any number of them, as the next token comes with one key more; else that number is 0. What calls have in common is
-    None for one that all checks must look at, as they do at those of less than 2 keys: the stride of one key may be
-    any.
+    any number of them with `any_keys`, as the next token comes with one key more; None where lengths stay on the
+    device. The key is None for a call that all checks must look at, as they do at those of less than 2 keys: the stride
+    of one key may be any.
     """
-    q, k, v, out, lse, workspace, optional, read = given
+    q, k, v, out, lse, workspace, optional, read, counters = given
     try:
-        of_k, of_v, kv_len = k.shape, v.shape, 0
-        if keys_axis is not None:
-            if len(of_k) != 3 or len(of_v) != 3:
+        kv_len, of_k, of_v = 0, k.shape, v.shape
+        if keys_axis is None:
+            if looks_at_values(q.device):
                 return NOT_FOUND
-            kv_len, others = of_k[keys_axis], 1 - keys_axis
-            if not 2 <= kv_len <= MAX_KV_LEN or of_v[keys_axis] != kv_len:
+        else:
+            (kv_len, heads, dim), (v_len, v_heads, v_dim) = of_k, of_v
+            if keys_axis:
+                kv_len, heads, v_len, v_heads = heads, kv_len, v_heads, v_len
+            if not 2 <= kv_len <= MAX_KV_LEN or v_len != kv_len:
                 return NOT_FOUND
-            of_k, of_v = (of_k[others], of_k[2]), (of_v[others], of_v[2])
-        k_layout = of_k, k.stride(), k.dtype, k.device
-        v_layout = k_layout if v is k else (of_v, v.stride(), v.dtype, v.device)
-        types = tuple(map(type, numbers))
-        key: Any = q.shape, q.stride(), q.dtype, q.device, k_layout, v_layout, types, numbers, names
-        if optional or read:
-            key = key, layouts(optional + read)
-        if not out is lse is workspace is None:
-            key = key, layout(out), layout(lse), layout(workspace)
-        return key, kv_len, entries.get(key)
+            if any_keys:
+                of_k, of_v = (heads, dim), (v_heads, v_dim)
+        v_layout = None if v is k else (of_v, v.stride(), v.dtype, v.device)
+        key: Any = (
+            q.shape, q.stride(), q.dtype, q.device, of_k, k.stride(), k.dtype, k.device, v_layout, interned(*numbers),
+            names,
+        )  # fmt: skip
+        if optional or read or not out is lse is workspace is None:
+            key = key, layouts((out, lse, workspace, counters, *optional, *read))
+        entry = entries.get(key)
     except NOT_TENSORS:  # or options that have no hash
         return NOT_FOUND
-
-
-def layout(x: Any) -> Any:
-    """Return what tensors of equal calls have in common besides addresses."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+    return key, None if entry is None else replay(entry, given, () if keys_axis is None else (kv_len,), kv_len)
 
 
 def layouts(tensors: Iterable[Any]) -> Any:
-    """Return `layout` of tensors whose alignment may decide which kernels read them."""
+    """Return what tensors of equal calls have in common besides addresses, alignment included: it may decide
+    which kernels read them.
+    """
     return tuple(
         [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT) for x in tensors]
     )
 
 
-def typed(numbers: Numbers) -> Any:
-    """Return options whose values may be equal although their types differ (1, 1.0, True), with their types."""
-    return tuple(map(type, numbers)), numbers
-
-
-def is_plain(numbers: Sequence[Any]) -> bool:
-    """Tell whether options cannot change their value."""
-    return PLAIN_TYPES.issuperset(map(type, numbers))
+@functools.lru_cache(CACHE_SIZE, typed=True)
+def interned(*numbers: Any) -> object:
+    """Return an object that stands for options whose values may be equal although their types differ (1, 1.0, True): in
+    keys it is compared in no time. A TypeError for options that may change their value.
+    """
+    if not OPTION_TYPES.issuperset(map(type, numbers)):
+        raise TypeError("calls with such options are not alike")
+    return object()
 
 
 def operands(
@@ -173,20 +188,18 @@ def _is_number(x: Tensor) -> bool:
 
 
 def replay(
-    entry: Entry, given: Given, rest: tuple[Any, ...], kv_len: int = 0, protected: Sequence[Any] = ()
+    entry: Entry, given: Given, rest: tuple[Any, ...], kv_len: int = 0, protected: Iterable[Range] = ()
 ) -> Outputs | None:
     """Launch a call like that of `entry` and return out and lse; None where an address does not qualify.
 
     `rest`: what the launch takes after the tensors; of a call with a workspace addresses in that, and of `read`.
-    `protected`: names and addresses of memory that the launch must not write.
+    `protected`: memory that the launch must not write.
     """
-    q, k, v, out, lse, workspace, optional, read = given
-    (fire, like_q, (shape, dtype), lse_shape, v_offset, kv_alignment, sinks,
-     spans, per_key, optional_spans, read_spans, partials_offset) = entry  # fmt: skip
+    q, k, v, out, lse, workspace, optional, read, counters = given
     if forward_ad._current_level >= 0:  # all checks look for tangents
         return None
-    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr() + v_offset
-    if q_at % ALIGNMENT or (k_at | v_at) % kv_alignment or q.is_neg() or k.is_neg() or v.is_neg():
+    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr() + entry.v_offset
+    if q_at % ALIGNMENT or (k_at | v_at) % entry.kv_alignment or q.is_neg() or k.is_neg() or v.is_neg():
         return None
     grad = is_grad_enabled()
     if grad and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -194,54 +207,58 @@ def replay(
     for x in optional:
         if x.is_neg() or (grad and x.requires_grad):
             return None
-    if sinks is not None and not bool((optional[sinks] < math.inf).all()):
-        return None
     if out is not None or lse is not None or workspace is not None:
-        of_q, of_k, of_v, of_out, of_lse, of_workspace = spans
-        k_end, v_end = k_at + of_k + kv_len * per_key[0], v_at + of_v + kv_len * per_key[1]
-        apart = [(q_at, q_at + of_q), (k_at, k_end), (v_at, v_end)]
-        for x, span in zip(optional, optional_spans, strict=True):
-            start = x.data_ptr()
-            apart.append((start, start + span))
-        places = []
-        for x, span in zip(read, read_spans, strict=True):
-            start = 0
-            if x is not None:
-                if x.is_neg():
-                    return None
-                start = x.data_ptr()
-                apart.append((start, start + span))
-            places.append(start)
+        of_q, of_k, of_v, of_out, of_lse, of_workspace, of_counters = entry.spans
+        per_k, per_v = entry.per_key
+        k_end, v_end = k_at + of_k + kv_len * per_k, v_at + of_v + kv_len * per_v
+        apart = [*protected, (q_at, q_at + of_q), (k_at, k_end), (v_at, v_end)]
+        starts = []
+        if entry.other_spans:
+            for x, span in zip(optional + read, entry.other_spans, strict=True):
+                start = 0
+                if x is not None:
+                    if x.is_neg():
+                        return None
+                    start = x.data_ptr()
+                    apart.append((start, start + span))
+                starts.append(start)
         if workspace is not None:
-            if not _is_apart(workspace, of_workspace, ALIGNMENT, apart, protected):
+            if not _is_apart(workspace, of_workspace, ALIGNMENT, apart):
                 return None
-            start = workspace.data_ptr()
-            rest = (start, start + partials_offset, *places[:4])
-        if out is not None and not _is_apart(out, of_out, ALIGNMENT, apart, protected):
+            partials = counted_at = workspace.data_ptr()
+            if counters is not None:
+                if not _is_apart(counters, of_counters, ALIGNMENT, apart):
+                    return None
+                counted_at = counters.data_ptr()
+            rest = (counted_at, partials + entry.partials_offset, *starts[len(optional) :][:4])
+        if out is not None and not _is_apart(out, of_out, ALIGNMENT, apart):
             return None
-        if lse is not None and not _is_apart(lse, of_lse, 1, apart, protected):
+        if lse is not None and not _is_apart(lse, of_lse, 1, apart):
             return None
+    if entry.before is not None:
+        launched = entry.before(q, optional)
+        if launched is None:
+            return None
+        q, optional = launched
+        q_at = q.data_ptr()
     if out is None:
-        out = empty_like(q) if like_q else q.new_empty(shape, dtype=dtype)
-    if lse is None and lse_shape is not None:
-        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        out = empty_like(q) if entry.like_q else q.new_empty(*entry.out, dtype=entry.o_dtype)
+    if entry.lse is not None:
+        lse = q.new_empty(*entry.lse, dtype=torch.float32)  # sizes one by one take 0.4 us less
     tensors = (q, k, v, out, lse, optional) + rest  # noqa: RUF005  # in half of the time of unpacking
-    fire(q_at, k_at, v_at, out.data_ptr(), 0 if lse is None else lse.data_ptr(), tensors)
-    return out, lse
+    entry.fire(q_at, k_at, v_at, out.data_ptr(), 0 if lse is None else lse.data_ptr(), tensors)
+    return out, lse if entry.convert is None else entry.convert(lse, given[4])
 
 
-def _is_apart(x: Tensor, span: int, alignment: int, apart: list[Range], protected: Sequence[Any]) -> bool:
+def _is_apart(x: Tensor, span: int, alignment: int, apart: list[Range]) -> bool:
     """Tell whether memory that a launch writes is aligned, no negative view, needs no gradient, and lies apart from
-    the tensors listed in `apart`, where it is then listed too, and from protected memory.
+    what is listed in `apart`, where it is then listed too.
     """
     start = x.data_ptr()
     end = start + span
     if start % alignment or x.is_neg() or x.requires_grad:
         return False
     for other, stop in apart:
-        if other < end and start < stop:
-            return False
-    for _, (other, stop) in protected:
         if other < end and start < stop:
             return False
     apart.append((start, end))
@@ -253,32 +270,42 @@ def looks_at_values(device: torch.device) -> bool:
     return device.type == "cpu" or (switches.validates() and not is_capturing(device))
 
 
-def repeated(entries: Entries, given: Given, numbers: Numbers, names: tuple[Any, ...]) -> tuple[Any, Outputs | None]:
-    """Launch a call whose lengths stay on the device like an earlier one, and return its outputs; None if there is
-    none, or an address does not qualify. Return first the key under which it may leave its entry, or None.
-    """
-    q = given[0]
-    if not isinstance(q, Tensor) or looks_at_values(q.device):
-        return None, None
-    key, _, entry = find(entries, given, numbers, names)
-    if entry is not None and (found := replay(entry, given, ())) is not None:
-        return key, found
-    return key if is_plain(numbers) else None, None
-
-
-def run_single(call: Call, backend: Any, key: Any, given: Given, numbers: Numbers) -> Tensor | tuple[Tensor, Tensor]:
-    """Check and launch a call of a single request, and leave its entry. `key`: what `find` returned of it."""
+def run_single(call: Call, backend: Any, key: Any, given: Given) -> Tensor | tuple[Tensor, Tensor]:
+    """Check and launch a call of a single request, and leave its entry. `key`: what `repeated` returned of it."""
     problem = single.problem(call)
     fire = backends.run(problem, backend)
     out, lse = problem.out, problem.lse
-    if key is not None and is_plain(numbers):
+    if key is not None:
         axis = int(call.kv_layout == "HND")
         of_k, of_v = (x.stride(axis) * x.element_size() for x in (problem.k, problem.v))
-        enter(UNPLANNED, key, fire, given, problem, (out, lse), (of_k, of_v))
+        before = None
+        if call.custom_mask is not None and call.packed_custom_mask is None:
+            before = functools.partial(_pack_mask, optional_tensors(problem)[0].index(MASK))
+        enter(UNPLANNED, key, fire, given, problem, (out, lse), (of_k, of_v), before=before)
     if call.return_lse:
         assert lse is not None
         return out, lse
     return out
+
+
+def _pack_mask(place: int, q: Tensor, optional: Optional) -> tuple[Tensor, Optional]:
+    """Return the tensors of a launch whose mask is given as booleans."""
+    return q, (*optional[:place], bit_packing.mask_bits(optional[place]), *optional[place + 1 :])
+
+
+def _check_sinks(place: int, before: Before | None, q: Tensor, optional: Optional) -> tuple[Tensor, Optional] | None:
+    """Return the tensors of a launch that `before` makes, whose sinks are on the CPU, if these are finite or -inf."""
+    launched = (q, optional) if before is None else before(q, optional)
+    return launched if launched is None or bool((launched[1][place] < math.inf).all()) else None
+
+
+def lse_in_form(factor: float, by_heads: bool, lse: Tensor, buffer: Tensor | None) -> Tensor:
+    """Return the lse of a launch, `[rows, num_qo_heads]`, times a factor. `by_heads`: as `[num_qo_heads, rows]`, in the
+    caller's buffer if there is one.
+    """
+    if not by_heads:
+        return lse.mul_(factor)
+    return torch.mul(lse.t(), factor, out=lse.new_empty(lse.shape[::-1]) if buffer is None else buffer)
 
 
 def enter(
@@ -291,38 +318,55 @@ def enter(
     per_key: tuple[int, int] = (0, 0),
     partials_offset: int = 0,
     launched_read: Sequence[Tensor | None] = (),
+    before: Before | None = None,
+    convert: Convert | None = None,
 ) -> None:
     """Leave the entry of a call that passed every check, unless it has no key, its backend looks at every call, or the
-    launch reads copies in place of what the user gave. That is told by addresses, so that views of q qualify, whatever
-    their storage offsets are. `result`: what such calls return. `launched_read`: what the launch reads in place of the
-    first tensors among what else the call reads.
+    launch reads copies in place of what the user gave, which `before` does not make. That is told by addresses, so that
+    views of q qualify, whatever their storage offsets are. `result`: what such calls return, but for `convert`.
+    `launched_read`: what the launch reads in place of the first tensors among what else the call reads.
     """
-    q, _, v, _, lse_given, workspace, optional, read = given
+    if key is None or fire is None:
+        return
+    q, k, v, _, lse_given, workspace, optional, read, counters = given
     roles, launched = optional_tensors(problem)
-    both = (q, *optional, *read[: len(launched_read)]), (problem.q, *launched, *launched_read)
-    theirs, own = ([0 if x is None else x.data_ptr() for x in tensors] for tensors in both)
-    if key is None or fire is None or theirs != own:
+    if SINKS in roles and q.is_cpu:
+        before = functools.partial(_check_sinks, roles.index(SINKS), before)
+    of_launch = (q, optional) if before is None else before(q, optional)
+    if of_launch is None:
+        return
+    made = {id(x) for x in (of_launch[0], *of_launch[1])}.difference(map(id, (q, *optional)))
+    theirs = of_launch[0], k, *of_launch[1], *read[: len(launched_read)]
+    own = problem.q, problem.k, *launched, *launched_read
+    if any(id(x) not in made and _address(x) != _address(y) for x, y in zip(theirs, own, strict=True)):
+        return
+    if v.untyped_storage().data_ptr() != problem.v.untyped_storage().data_ptr():
         return
     out, lse = result
     if len(entries) >= CACHE_SIZE:
         entries.clear()
-    of_q, of_k, of_v, of_out, of_lse = map(_span, (problem.q, problem.k, problem.v, problem.out, problem.lse))
+    of_q, of_k, of_v, *others = map(_span, (q, problem.k, problem.v, problem.out, problem.lse, workspace, counters))
     keys = problem.kv_len if isinstance(problem, Problem) else 0
     narrow = not isinstance(problem, MlaProblem) and problem.settings.features.half_aligned_kv
     entries[key] = Entry(
         fire,
         q.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype,
-        (tuple(out.shape), out.dtype),
-        None if lse is None or lse_given is not None else tuple(lse.shape),
+        tuple(out.shape),
+        out.dtype,
+        None if lse is None or (lse_given is not None and convert is None) else tuple(lse.shape),
         problem.v.data_ptr() - v.data_ptr() if problem.v.numel() else 0,  # which no launch reads
         NARROW_ALIGNMENT if narrow else ALIGNMENT,
-        roles.index(SINKS) if SINKS in roles and q.is_cpu else None,
-        (of_q, of_k - keys * per_key[0], of_v - keys * per_key[1], of_out, of_lse, _span(workspace)),
+        (of_q, of_k - keys * per_key[0], of_v - keys * per_key[1], *others),
         per_key,
-        tuple(map(_span, optional)),
-        tuple(map(_span, read)),
+        tuple(map(_span, optional + read)),
         partials_offset,
+        before,
+        convert,
     )
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _span(x: Tensor | None) -> int:
@@ -336,7 +380,7 @@ def _span(x: Tensor | None) -> int:
 # ---- runs of plans: the layers of a model run one plan with tensors of the same layouts
 
 
-def call_of_run(plan: BatchPlan, arguments: RunArguments) -> RunCall:
+def call_of_run(plan: BatchPlan, arguments: RunArguments, lse_form: LseForm | None = None) -> RunCall:
     """Return the key and the tensors of a run."""
     q, cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks, sf, heads, ranges = (
         arguments
@@ -354,22 +398,23 @@ def call_of_run(plan: BatchPlan, arguments: RunArguments) -> RunCall:
         mask = plan.packed_mask  # the same in all runs of a plan
         if ranges is not None:
             mask, *windows = ranges
-            if not is_plain(windows):
-                return NO_CALL
-            key = key, layouts((mask,)), typed(tuple(windows))
+            key = key, layouts((mask,)), interned(*windows)
+        if lse_form is not None:
+            hash(lse_form)
+            key = key, lse_form
         if q_scale is k_scale is v_scale is enable_pdl is window_left is sf is heads is None:
             optional: tuple[Any, ...] = () if mask is None else (mask,)
             if sinks is not None:
                 key, optional = (key, layouts((sinks,))), (sinks, *optional)
             if not out is lse is None:
-                key = key, layout(out), layout(lse)
-            return key, (q, k, v, out, lse, None, optional, ())
-        scales, roles, optional, read = operands((q_scale, k_scale, v_scale), sinks, mask, heads, sf)
-        numbers = *scales, enable_pdl, window_left
-        if not is_plain(numbers):
+                key = key, layouts((out, lse))
+            return key, (q, k, v, out, lse, None, optional, (), None)
+        if heads is not None and len(heads) != 3:  # which is refused
             return NO_CALL
-        key = key, typed(numbers), roles, layout(out), layout(lse), layouts(optional + read)
-        return key, (q, k, v, out, lse, None, optional, read)
+        scales, roles, optional, read = operands((q_scale, k_scale, v_scale), sinks, mask, heads, sf)
+        numbers = interned(*scales, enable_pdl, window_left)
+        key = key, numbers, roles, layouts((out, lse, *optional, *read))
+        return key, (q, k, v, out, lse, None, optional, read, None)
     except NOT_TENSORS:
         return NO_CALL
 

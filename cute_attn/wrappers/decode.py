@@ -9,9 +9,9 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, checks, positional
+from cute_attn.request import batch_plan, checks
 from cute_attn.request.batch_plan import PlanRequest
-from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.batch_run import run_arguments
 from cute_attn.request.index_arrays import IndexArrays
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan, older_form
 from cute_attn.wrappers.plan_request import lengths_of
@@ -45,6 +45,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
     """
 
     kv_source = "paged"
+    older_order = "q_scale, k_scale, v_scale"
 
     def __init__(
         self,
@@ -199,11 +200,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             planned = self._in_force().request.lengths.q_len
             agrees = checks.integer("q_len_per_req", q_len_per_req) == planned
             checks.as_planned(agrees, "q_len_per_req", q_len_per_req, planned)
-        head_scales = positional.head_scales(args, "q_scale, k_scale, v_scale") if args else None
         return self._run(
-            RunArguments._make((  # 0.1 us faster than the constructor
+            run_arguments((
                 q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left,
-                sinks, kv_cache_sf, head_scales, None,
+                sinks, kv_cache_sf, args or None, None,
             ))
         )  # fmt: skip
 

@@ -53,7 +53,7 @@ def repeated(
     except calls.NOT_TENSORS:  # which full checks refuse
         rotated = q_pe
     optional = (*optional, rotated) if groups is None else (*optional, rotated, groups)
-    given = q, cache, cache if kpe is None else kpe, out, lse, workspace, optional, (*read, *on_cpu)
+    given = q, cache, cache if kpe is None else kpe, out, lse, workspace, optional, (*read, *on_cpu), None
     names = *names, base, roles, q_pe is None, kpe is None, groups is None
     key, found = calls.repeated(entries, given, (*scales, *options, *others), names)
     return (entries, key, given), found

@@ -12,9 +12,9 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, checks, positional, sink_variant
+from cute_attn.request import batch_plan, checks, sink_variant
 from cute_attn.request.batch_plan import PlanRequest
-from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.batch_run import run_arguments
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result, Scale, kept_options, makes_plan, older_form
 from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
@@ -64,6 +64,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
     """
 
     kv_source = "paged"
+    older_order = "k_scale, v_scale, return_lse"
 
     @accepts_older_names
     def __init__(
@@ -283,18 +284,17 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
                 use_fp16_softmax=use_fp16_softmax,
                 uses_spcompress=uses_spcompress,
             )
-        head_scales = None
+        head_scales = args or None
         if self._sink_variant is not None:
             planned_scale = self._in_force().settings.sm_scale
             sinks, q_scale = self._sink_variant.operands(args, planned_scale, sinks, q_scale)
-        elif args:
-            head_scales = positional.head_scales(args, "k_scale, v_scale, return_lse")
-        arguments = RunArguments._make((  # 0.1 us faster than the constructor
+            head_scales = None
+        arguments = run_arguments((
             q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks,
             kv_cache_sf, head_scales, None,
         ))  # fmt: skip
         if lse_base is not None or not isinstance(lse_layout, str) or lse_layout != "NH":
-            return self._run_with_lse(arguments, lse_base, lse_layout)
+            return self._run(arguments, (lse_base, lse_layout))
         return self._run(arguments)
 
     run_return_lse = with_return_lse(run)

@@ -133,7 +133,10 @@ class Plan:
             return None
         if batch.validate != _validates(self.place):
             return None
-        if batch.load != select.load_of_batch(batch.settings, lengths, batch.limits):
+        of_decode = batch.limits.max_qo_len is not None  # whose load depends on no length
+        if batch.load is None or not (
+            of_decode or batch.load == select.load_of_batch(batch.settings, lengths, batch.limits)
+        ):
             return None
         batch_plan.check_rows(lengths, batch.settings.features.num_qo_heads)
         same_launches = batch.launch.again(lengths)

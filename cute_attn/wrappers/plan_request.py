@@ -66,8 +66,10 @@ def _stays_on_device(place: Place, arrays: IndexArrays, host_only: Sequence[Any]
     """
     _, qo_indptr, kv_indptr, indices, last_page_len, *_ = arrays
     device = place.device
+    if not (_is_on(device, qo_indptr) or _is_on(device, kv_indptr) or _is_on(device, last_page_len)):
+        return False
     lengths = [x for x in (qo_indptr, kv_indptr, last_page_len) if x is not None]
-    if True not in [_is_on(device, x) for x in lengths] or place.backend == "reference":
+    if place.backend == "reference":
         return False
     if not all(isinstance(x, torch.Tensor) and (x.is_cpu or _is_on(device, x)) for x in lengths):
         return False

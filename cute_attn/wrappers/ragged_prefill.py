@@ -11,9 +11,9 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import checks, operands, positional, sink_variant
+from cute_attn.request import checks, operands, sink_variant
 from cute_attn.request.batch_plan import PlanRequest
-from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.batch_run import run_arguments
 from cute_attn.wrappers.base import BatchWrapper, DType, Result, Scale, makes_plan, older_form
 from cute_attn.wrappers.plan_request import prefill_request
 from cute_attn.wrappers.signatures import accepts_older_names, with_return_lse
@@ -43,6 +43,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
     """
 
     kv_source = "ragged"
+    older_order = "return_lse"
 
     @accepts_older_names
     def __init__(
@@ -177,20 +178,19 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         """
         if is_dynamo_compiling():
             return trace.operator("ragged_prefill_run")(locals())
-        head_scales = None
+        head_scales = args or None
         if self._sink_variant is not None:
             planned_scale = self._in_force().settings.sm_scale
             sinks, q_scale = self._sink_variant.operands(args, planned_scale, sinks, q_scale)
-        elif args:
-            head_scales = positional.head_scales(args, "return_lse")
+            head_scales = None
         if o_scale is not None:
             v_scale = operands.scaled("v_scale", v_scale, 1.0 / checks.positive("o_scale", o_scale))
-        arguments = RunArguments._make((  # 0.1 us faster than the constructor
+        arguments = run_arguments((
             q, (k, v), q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks, kv_cache_sf,
             head_scales, None,
         ))  # fmt: skip
         if lse_base is not None or not isinstance(lse_layout, str) or lse_layout != "NH":
-            return self._run_with_lse(arguments, lse_base, lse_layout)
+            return self._run(arguments, (lse_base, lse_layout))
         return self._run(arguments)
 
     run_return_lse = with_return_lse(run)

@@ -13,11 +13,12 @@ from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import checks, operands, trtllm_options, unplanned
 from cute_attn.request.batch_plan import PlanOptions
+from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.caches import cache_views
 from cute_attn.request.trtllm_options import FP4Tensor
 from cute_attn.request.unplanned import Keys
 from cute_attn.wrappers import planned_prefill
-from cute_attn.wrappers.planned_prefill import Structure
+from cute_attn.wrappers.planned_prefill import Structure, repeated
 
 PAGED_LAYOUTS = {"Q_PAGED_KV_NHD": "NHD", "Q_PAGED_KV_HND": "HND"}
 INPUT_LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", *PAGED_LAYOUTS)
@@ -122,6 +123,9 @@ def trtllm_batch_context_with_kv_cache(
     ArgumentTypeError (a TypeError), LayoutError (a KeyError: `kv_layout`, `backend`), NotSupported (a
     NotImplementedError: what is refused above, capture in a CUDA graph, or what no backend takes).
     """
+    repeatable = repeated("trtllm_batch_context_with_kv_cache", (query, kv_cache), locals(), ARRAYS[:2])
+    if repeatable.outputs is not None:
+        return repeatable.outputs if return_lse else repeatable.outputs[0]
     trtllm_options.refuse_nvfp4_output(out, out_dtype, o_sf_scale, o_sf_vec_size)
     trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
     checks.refuse_given(trtllm_options.EXACT, use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
@@ -129,7 +133,6 @@ def trtllm_batch_context_with_kv_cache(
     if kv_cache_sf is not None:
         checks.refuse("kv_cache_sf (NVFP4 caches)", trtllm_options.INTERLEAVED, NVFP4_INSTEAD)
     checks.tensor("cum_seq_lens_kv", cum_seq_lens_kv)
-    unplanned.refuse_capture("trtllm_batch_context_with_kv_cache", checks.tensor("query", query).device)
     keys = Keys(*cache_views("kv_cache", kv_cache, kv_layout, may_be_one=True), block_tables)
     if not checks.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
         keys = unplanned.joined(keys, seq_lens)
@@ -217,12 +220,16 @@ def trtllm_fmha_v2_prefill(
     `pos_encoding_mode`; ArgumentError also for cum_seq_lens_kv that differ from seq_lens, and for a window, chunks or
     ALiBi with "padding".
     """
+    read = ARRAYS[:3] if block_tables is None else ARRAYS[:2]
+    repeatable = repeated("trtllm_fmha_v2_prefill", qkv, locals(), read)
+    if repeatable.outputs is not None:
+        out, lse = repeatable.outputs
+        return (out, _statistics(lse, qkv[0], bmm1_scale, logits_soft_cap_scale)) if save_softmax_stats else out
     trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
     trtllm_options.refuse_nvfp4_output(out, out_dtype, None, None)
     causal, chunk = _mask(mask_mode, window_left, chunked_attention_size)
     checks.choice("input_layout", input_layout, INPUT_LAYOUTS)
     query, keys = _operands(qkv, input_layout)
-    unplanned.refuse_capture("trtllm_fmha_v2_prefill", checks.tensor("query", query).device)
     if input_layout in PAGED_LAYOUTS:
         keys = _pages(keys._replace(tables=block_tables), seq_lens)
     elif block_tables is not None:
@@ -233,8 +240,7 @@ def trtllm_fmha_v2_prefill(
     result = _run(locals(), return_lse=checks.boolean("save_softmax_stats", save_softmax_stats))
     if not save_softmax_stats:
         return result
-    unit = math.sqrt(query.shape[2]) * (1.0 if logits_soft_cap > 0 else bmm1_scale)
-    return result[0], _statistics(result[1], unit)
+    return result[0], _statistics(result[1], query, bmm1_scale, logits_soft_cap)
 
 
 def trtllm_ragged_attention_deepseek(
@@ -306,16 +312,20 @@ def trtllm_ragged_attention_deepseek(
     The errors of `trtllm_batch_context_with_kv_cache`; ArgumentError also for cum_seq_lens_kv that differ from
     seq_lens, and for one of q_seq_lens_cpu and kv_seq_lens_cpu alone.
     """
+    on_host = not q_seq_lens_cpu is kv_seq_lens_cpu is None
+    read = planned_prefill.LENGTHS[3:] if on_host else ARRAYS[:3]
+    repeatable = repeated("trtllm_ragged_attention_deepseek", (query, key, value), locals(), read)
+    if repeatable.outputs is not None:
+        return repeatable.outputs if return_lse else repeatable.outputs[0]
     trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
     checks.refuse_given(trtllm_options.EXACT, use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
     trtllm_options.refuse_nvfp4_output(out, None, None, None)
     trtllm_options.refuse_sage_attention(sage_attn_sfs, num_elts_per_sage_attn_blk)
     checks.real("o_sf_scale", o_sf_scale)
     checks.boolean("skip_all_rows_active_check", skip_all_rows_active_check)
-    unplanned.refuse_capture("trtllm_ragged_attention_deepseek", checks.tensor("query", query).device)
     names = RAGGED_NAMES
-    if not q_seq_lens_cpu is kv_seq_lens_cpu is None:
-        names = RAGGED_NAMES | HOST_NAMES
+    if on_host:
+        names, repeatable = RAGGED_NAMES | HOST_NAMES, repeatable._replace(lengths=None)
         cum_seq_lens_q, seq_lens, cum_seq_lens_kv = unplanned.from_host(q_seq_lens_cpu, kv_seq_lens_cpu)
     backend = select.checked_name(backend, same=("trtllm-gen", "cute-dsl"))
     causal, keys = checks.boolean("is_causal", is_causal), _ragged({"key": key, "value": value})
@@ -443,13 +453,13 @@ def _run(arguments: Mapping[str, Any], **others: Any) -> Any:
 def _checked(call: SimpleNamespace) -> Any:
     query, keys = call.query, call.keys
     given, sizes = ({name: getattr(call, name) for name in names} for names in (ARRAYS, SIZES))
-    checks.shape("query", query, (None, None, None), "[num_tokens, num_qo_heads, head_dim]")
+    checks.shape("query", checks.tensor("query", query), (None, None, None), "[num_tokens, num_qo_heads, head_dim]")
     checks.apart((("out", call.out), ("lse", call.lse)), given.items())
     if keys.paged:
         tables = "block_tables", keys.tables, (torch.int32,), (None, None), "[batch_size, max_pages]", query.device
         keys = keys._replace(tables=checks.operand(*tables).contiguous())
     read = {name: given[name] for name in (ARRAYS[:2] if keys.paged else ARRAYS[:3])}
-    arrays = unplanned.lengths(read, sizes, query, keys.k)
+    arrays = unplanned.lengths(read, sizes, query, keys.k, call.repeatable.lengths)
     dtype = trtllm_options.output_dtype(call.out, call.out_dtype)
     structure = Structure.of(
         query,
@@ -469,16 +479,19 @@ def _checked(call: SimpleNamespace) -> Any:
     for name in ("bmm1_scale", "bmm2_scale"):  # None stands for 1 in runs, which check all else
         if getattr(call, name) is None:
             raise ArgumentTypeError(f"{name} must be a number or a floating-point tensor of one element, got None")
-    run_options = {
-        "q_scale": call.bmm1_scale,
-        "v_scale": call.bmm2_scale,
-        "out": None if out is None else out[:rows],
-        "lse": None if lse is None else checks.tensor("lse", lse)[:rows],
-        "return_lse": call.return_lse,
-        "enable_pdl": call.enable_pdl,
-        "sinks": trtllm_options.one_sink(call.sinks),
-    }
-    result = planned_prefill.run(workspace, structure, query[:rows], keys, arrays, run_options)
+    run = RunArguments(
+        query[:rows],
+        (keys.k, keys.v),
+        q_scale=call.bmm1_scale,
+        v_scale=call.bmm2_scale,
+        out=None if out is None else out[:rows],
+        lse=None if lse is None else checks.tensor("lse", lse)[:rows],
+        return_lse=call.return_lse,
+        enable_pdl=call.enable_pdl,
+        sinks=trtllm_options.one_sink(call.sinks),
+    )
+    whole = rows == query.shape[0] and keys.tables is call.block_tables and call.repeatable.key is not None
+    result = planned_prefill.run(workspace, structure, run, keys, arrays, call.repeatable[:2] if whole else None)
     made, made_lse = result if call.return_lse else (result, None)
     out = made if out is None else out
     return (out, made_lse if lse is None else lse) if call.return_lse else out
@@ -498,9 +511,10 @@ def _outputs(call: SimpleNamespace, rows: int, options: PlanOptions) -> tuple[An
     return out, lse
 
 
-def _statistics(lse: torch.Tensor, unit: float | torch.Tensor) -> torch.Tensor:
-    """Return (maximum, sum) of every row from its base-2 lse: ln(sum) + maximum * `unit` is the natural-log lse."""
+def _statistics(lse: Any, query: torch.Tensor, bmm1_scale: Any, soft_cap: float | None) -> torch.Tensor:
+    """Return (maximum, sum) of every row from its base-2 lse: ln(sum) + maximum * unit is the natural-log lse."""
     natural = lse * 0.6931471805599453
+    unit = math.sqrt(query.shape[2]) * (1.0 if soft_cap is not None and soft_cap > 0 else bmm1_scale)
     if isinstance(unit, torch.Tensor):
         unit = unit.reshape(())  # one element of any shape, perhaps on the CPU
     maximum = natural / unit if isinstance(unit, torch.Tensor) or unit else torch.zeros_like(natural)

@@ -6,23 +6,23 @@ The signatures are those of FlashInfer's functions of the same names; the formul
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from cute_attn.dispatch import backends
+from cute_attn.dispatch import backends, select
 from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.problem import DecodeProblem
 from cute_attn.request import checks
 from cute_attn.request.caches import cache_views
 from cute_attn.request.decode import DecodeCall, Form, before_launch, decode_problem
 from cute_attn.request.operands import flat_tokens, number_or_tensor
 from cute_attn.runtime.arch import multiprocessors
 from cute_attn.wrappers import calls
-from cute_attn.wrappers.calls import Fire, Given
+from cute_attn.wrappers.calls import Given
 
 LOW_LEVEL_NAMES = {  # arguments of `xqa` and what they are called here
     "query": "q",
@@ -251,6 +251,16 @@ def xqa(
     ------
     The errors of `xqa_batch_decode_with_kv_cache`.
     """
+    sf_cache = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
+    scales, roles, optional, on_cpu = calls.operands((q_scale, kv_scale, None), sinks, None, None, sf_cache)
+    given: Given = (
+        q, k_cache, v_cache, output, None, workspace_buffer, optional,
+        (page_table, seq_lens, q_cu_seq_lens, mask, *on_cpu), semaphores,
+    )  # fmt: skip
+    numbers = *scales, num_kv_heads, page_size, sliding_win_size, sm_count, enable_pdl, rcp_out_scale, q_seq_len
+    key, found = calls.repeated(calls.UNPLANNED, given, numbers, ("low level", kv_layout, backend, roles))
+    if found is not None:
+        return
     with checks.renamed(LOW_LEVEL_NAMES):
         k, _ = cache_views("kv_cache", (k_cache, v_cache), kv_layout)
         expected = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
@@ -271,16 +281,31 @@ def xqa(
         out = flat_tokens("output", checks.tensor("output", output), rows)
         factors = ("q_scale", q_scale), ("kv_scale", kv_scale)
         kv_scale = number_or_tensor("kv_scale", kv_scale, q.device)
-        bmm1_scale = number_or_tensor("q_scale", q_scale, q.device) * kv_scale * q.shape[-1] ** -0.5
-        bmm2_scale = kv_scale * checks.positive("rcp_out_scale", rcp_out_scale, 1.0)
-        scales = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
+        q_scale = number_or_tensor("q_scale", q_scale, q.device)
+        constants = q.shape[-1] ** -0.5, checks.positive("rcp_out_scale", rcp_out_scale, 1.0)
+        bmm1_scale, bmm2_scale = _products(q_scale, kv_scale, *constants)
         form = Form(checks.tensor("semaphores", semaphores), factors=factors)
         call = DecodeCall(
             q.reshape(rows), (k_cache, v_cache), workspace_buffer, page_table, seq_lens, q_cu_seq_lens, mask, sinks,
-            bmm1_scale, bmm2_scale, scales, out, None, None, window - 1 if window > 0 else -1, enable_pdl, q_seq_len,
+            bmm1_scale, bmm2_scale, sf_cache, out, None, None, window - 1 if window > 0 else -1, enable_pdl, q_seq_len,
             1.0, False, kv_layout, backend, form,
         )  # fmt: skip
-        run_in_full(call)
+        run_in_full(call, key, given, functools.partial(_with_products, scales[:2], constants))
+
+
+def _products(q_scale: Any, kv_scale: Any, of_scores: float, of_out: float) -> tuple[Any, Any]:
+    """Return the factors of scores and of outputs from scales, which are numbers or fp32 tensors, and constants."""
+    return q_scale * kv_scale * of_scores, kv_scale * of_out
+
+
+def _with_products(
+    scales: tuple[Any, ...], constants: tuple[float, float], q: Any, optional: tuple[Any, ...]
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return the tensors of a launch, which reads products of scales. `scales`: None for one that is a tensor."""
+    rest = iter(optional)
+    q_scale, kv_scale = (next(rest).float() if x is None else x for x in scales)
+    products = _products(q_scale, kv_scale, *constants)
+    return q, (*[x for x in products if isinstance(x, Tensor)], *rest)
 
 
 # ---- run
@@ -296,38 +321,30 @@ def run(*arguments: Any) -> Result:
     if type(bound) is not int or not 0 <= bound <= checks.LARGEST_INT:
         checks.at_least("max_seq_len", bound, 0)
     scales, roles, optional, on_cpu = calls.operands((scale, None, v_scale), sinks, None, None, block_scales)
-    k = v = cache
-    if not isinstance(cache, Tensor):
-        if not isinstance(cache, tuple | list) or len(cache) != 2:
-            return run_in_full(DecodeCall(*arguments))[2]  # which says what is wrong with the cache
-        k, v = cache
+    k, v = cache if isinstance(cache, tuple | list) and len(cache) == 2 else (cache, cache)
     numbers = *scales, window_left, enable_pdl, q_len, o_scale, return_lse
-    given: Given = query, k, v, out, lse, workspace, optional, (tables, lengths, bounds, mask, *on_cpu)
+    given: Given = query, k, v, out, lse, workspace, optional, (tables, lengths, bounds, mask, *on_cpu), None
     key, found = calls.repeated(calls.UNPLANNED, given, numbers, (kv_layout, backend, form, roles))
-    if found is not None:
-        return found if return_lse else found[0]
-    problem, fire, result = run_in_full(DecodeCall(*arguments))
-    if key is not None and form.lse_layout == "NH":
-        read = problem.block_tables, problem.seq_lens, problem.qo_indptr, problem.draft_mask
-        outputs = result if isinstance(result, tuple) else (result, None)
-        offset = problem.scratch.partials - problem.scratch.counters
-        calls.enter(calls.UNPLANNED, key, fire, given, problem, outputs, launched_read=read, partials_offset=offset)
-    return result
+    if found is None:
+        found = run_in_full(DecodeCall(*arguments), key, given)
+    return found if return_lse else found[0]
 
 
-def run_in_full(call: DecodeCall) -> tuple[DecodeProblem, Fire | None, Result]:
-    """Check a call in full and run it. Return also what runs calls like it."""
+def run_in_full(call: DecodeCall, key: Any, given: Given, before: calls.Before | None = None) -> calls.Outputs:
+    """Check a call in full, run it, and leave its entry. Return out, and lse or None."""
     checks.choice("lse_layout", call.form.lse_layout, ("NH", "HN"))
     problem = decode_problem(call)
     before_launch(problem, call, calls.looks_at_values(problem.q.device))
-    fire = backends.run(problem, call.backend)
+    fire = backends.run(problem, select.checked_name(call.backend, same=call.form.same_backends))
     out, lse = call.out, problem.lse
     if out is None:
         by_request = call.form.out_by_request and problem.qo_len > 1 and problem.qo_indptr is None
         out = problem.out.unflatten(0, (-1, problem.qo_len)) if by_request else problem.out
-    if lse is not None and call.form.lse_layout == "HN":
-        lse = lse.t().contiguous() if call.lse is None else call.lse.copy_(lse.t())
-    if not call.return_lse:
-        return problem, fire, out
-    assert lse is not None
-    return problem, fire, (out, lse)
+    by_heads = lse is not None and call.form.lse_layout == "HN"
+    convert = functools.partial(calls.lse_in_form, 1.0, True) if by_heads else None
+    read = problem.block_tables, problem.seq_lens, problem.qo_indptr, problem.draft_mask
+    calls.enter(
+        calls.UNPLANNED, key, fire, given, problem, (out, lse), launched_read=read, before=before, convert=convert,
+        partials_offset=problem.scratch.partials - problem.scratch.partial_buffer.data_ptr(),
+    )  # fmt: skip
+    return out, lse if lse is None or convert is None else convert(lse, call.lse)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cute_attn.dispatch import select
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, trtllm_options, unplanned
@@ -147,7 +146,7 @@ def trtllm_batch_decode_with_kv_cache(
             query, kv_cache, workspace_buffer, block_tables, seq_lens, cum_seq_lens_q, mask, sinks, scale, bmm2_scale,
             kv_cache_sf, out, lse, max_seq_len, window_left, enable_pdl,
             _q_len(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len), o_scale, return_lse, kv_layout,
-            select.checked_name(backend, same=SAME), Form(None, False, dtype, lse_layout, factor),
+            backend, Form(None, False, dtype, lse_layout, factor, (), SAME),
         )  # fmt: skip
     except (ArgumentError, ArgumentTypeError) as error:
         checks.rename(error, _names(out, max_q_len, bmm1_scale_log2))

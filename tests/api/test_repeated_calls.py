@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cute_attn import single_decode_with_kv_cache, single_prefill_with_kv_cache
+from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.problem import NO_EXTRAS, Problem
@@ -166,6 +167,33 @@ def test_a_flat_custom_mask_is_the_same_mask() -> None:
 
 
 # ---- the same through the launches
+
+BITS, BOOLS = torch.zeros(6, dtype=torch.uint8), torch.ones(48, dtype=torch.bool)
+NVFP4 = {name: torch.zeros(16, 2, 32, dtype=torch.uint8) for name in "kv"}
+SIZED_BY_KEYS = {
+    "packed_custom_mask": {"packed_custom_mask": BITS},
+    "custom_mask": {"custom_mask": BOOLS},
+    "k_sf": NVFP4 | {"kv_cache_sf": (torch.zeros(16, 2, 4, dtype=torch.float8_e4m3fn),) * 2},
+}
+
+
+@pytest.mark.parametrize("name", SIZED_BY_KEYS)
+def test_masks_and_block_scales_of_another_number_of_keys(name: str, driver: RecordingDriver) -> None:
+    given = {**tensors(kv_len=16, dim=64), **SIZED_BY_KEYS[name]}
+    for _ in range(2):
+        single_prefill_with_kv_cache(**given)
+    with pytest.raises(ArgumentError, match=name):
+        single_prefill_with_kv_cache(**{**given, **{of: torch.cat((given[of], given[of])) for of in "kv"}})
+
+
+def test_kinds_of_masks_are_told_apart(driver: RecordingDriver) -> None:
+    given = tensors(kv_len=16, dim=64)
+    for right in (SIZED_BY_KEYS["packed_custom_mask"], SIZED_BY_KEYS["custom_mask"]):
+        single_prefill_with_kv_cache(**given, **right)
+    both = {"packed_custom_mask": BITS, "custom_mask": BITS}
+    for wrong in ({"custom_mask": BITS}, {"packed_custom_mask": BOOLS}, both):
+        with pytest.raises(ArgumentError, match="custom_mask must"):
+            single_prefill_with_kv_cache(**given, **wrong)
 
 
 class SlowDriver(RecordingDriver):

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from cute_attn import trtllm_batch_context_with_kv_cache, trtllm_fmha_v2_prefill, trtllm_ragged_attention_deepseek
-from cute_attn.errors import NotSupported
+from cute_attn.errors import ArgumentError, NotSupported
 from cute_attn.wrappers import planned_prefill
 from tests.support.batch_case import BatchCase, make, paged, ragged
 from tests.support.executors import Executor
+from tests.support.launch_corpus import RecordingDriver
+from tests.support.noted import noted
 from tests.support.right import assert_right
 from tests.support.trtllm_prefill import context_arguments, lengths, numbers, workspace
 
@@ -202,6 +204,33 @@ def test_layers_share_a_plan_and_see_other_pages(monkeypatch: pytest.MonkeyPatch
     shorter[0] -= 1
     trtllm_batch_context_with_kv_cache(**arguments | {"kv_cache": moved, "seq_lens": shorter})
     assert len(plans) == 3
+
+
+def test_equal_calls_are_checked_once(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths are read in every call: others need another plan, and so do these afterwards."""
+    checked = noted(monkeypatch, planned_prefill.unplanned, "lengths")
+    _, arguments = context_arguments(CASE)
+    for shorter in (0, 1, 0):
+        before = len(checked)
+        given = {**arguments, "seq_lens": arguments["seq_lens"] - shorter}
+        launches = [trtllm_batch_context_with_kv_cache(**given) and len(driver.recorded) for _ in range(3)]
+        assert len(checked) == before + 1
+        assert launches[2] - launches[1] == launches[1] - launches[0] > 0
+    with pytest.raises(ArgumentError, match="out must not share memory with query"):
+        trtllm_batch_context_with_kv_cache(**arguments, out=arguments["query"])
+    with pytest.raises(ArgumentError, match="max_kv_len"):
+        trtllm_batch_context_with_kv_cache(**{**arguments, "max_kv_len": 1})
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+def test_tables_are_checked_under_a_plan_in_force(rows: int) -> None:
+    """A call whose lengths are those of the call before still has a row of block_tables per request."""
+    _, arguments = context_arguments(CASE)
+    trtllm_batch_context_with_kv_cache(**arguments)
+    table = arguments["block_tables"]
+    other = torch.cat((table, table))[:rows]
+    with pytest.raises(ArgumentError, match="block_tables must have 4 rows"):
+        trtllm_batch_context_with_kv_cache(**arguments | {"block_tables": other})
 
 
 def test_what_is_kept_is_bounded() -> None:

@@ -20,22 +20,12 @@ PACKAGE = Path(cute_attn.__file__).parent
 WARM = 3  # calls until all that is kept is kept
 
 BUDGET = 6  # files that a repeated call enters
-# Entry points that enter more, by how many. Numbers fall and never rise. Optional tensors enter one file more, counters
-# too. From 13 on calls are checked in full every time: what engines do not call in a loop, masks of bool.
+# Entry points that enter more, by how many. Numbers fall and never rise. Appends are checked in full every time.
 LARGER = {
-    7: ("single prefill, head scales", "single decode, scales", "paged with sinks", "blocks", "variable blocks",
-        "variable blocks, grouped", "trtllm", "trtllm, scales and lse", "trtllm, NVFP4", "latent, planned",
-        "latent, planned, scales", "latent, scales of groups", "append"),
-    8: ("blocks, mask", "latent", "latent, ragged", "latent, xqa", "append NVFP4"),
-    9: ("paged, head scales", "paged, lse by heads", "ragged, head scales", "append NVFP4 to slots"),
-    10: ("blocks, head scales",),
-    13: ("trtllm fmha", "trtllm ragged"),
-    14: ("trtllm context", "trtllm fmha, pages"),
-    17: ("single prefill, mask",),
-    19: ("xqa, low level", "xqa, low level, ragged"),
-    20: ("xqa, low level, drafts",),
-    21: ("xqa, low level, NVFP4", "trtllm, lse by heads"),
-}  # fmt: skip
+    7: ("paged, head scales", "ragged, head scales", "blocks, head scales", "append"),
+    8: ("append NVFP4",),
+    9: ("append NVFP4 to slots",),
+}
 BUDGETS = dict.fromkeys(ENTRIES, BUDGET) | {name: files for files, names in LARGER.items() for name in names}
 WITHOUT_KERNEL = {"dequantise pages", "concat", "positions", "merge"}  # torch operations
 

@@ -84,7 +84,7 @@ def test_dense(
     single = noted(monkeypatch, aten_flash, "single_prefill_with_kv_cache")
     planned = noted(monkeypatch, aten_flash.planned_prefill, "run")
     results = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-    launches = [args[:3] for args, _ in single] + [(args[2], args[3].k, args[3].v) for args, _ in planned]
+    launches = [args[:3] for args, _ in single] + [(args[2].q, *args[2].kv_cache) for args, _ in planned]
     assert len(launches) in (1, BATCH)  # of the whole batch, or one per request
     for i, read in enumerate(launches):
         assert [x.data_ptr() for x in read] == [x[i].data_ptr() for x in (q, k, v)]

@@ -390,10 +390,10 @@ def test_kernels_read_caches_in_place(q_len, padding, monkeypatch):
 def test_workspaces_of_streams_are_bounded(monkeypatch):
     monkeypatch.setattr(workspaces, "BYTES", 16)
     cpu = torch.device("cpu")
-    workspaces._of.cache_clear()
-    first = workspaces._of(cpu, 0)
+    workspaces._zeros.cache_clear()
+    first = workspaces._zeros(cpu, 0, 16)
     for stream in range(1, 100):
-        workspaces._of(cpu, stream)
-        assert workspaces._of(cpu, 0) is first, "a stream in use keeps its workspace"
-    assert workspaces._of.cache_info().currsize == workspaces.MAX_STREAMS
-    workspaces._of.cache_clear()
+        workspaces._zeros(cpu, stream, 16)
+        assert workspaces._zeros(cpu, 0, 16) is first, "a stream in use keeps its workspace"
+    assert workspaces._zeros.cache_info().currsize == workspaces.MAX_STREAMS
+    workspaces._zeros.cache_clear()

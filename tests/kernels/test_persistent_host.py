@@ -44,8 +44,10 @@ def tile_of(target: Target, problem: Problem) -> Any:
 
 
 def maps(target: Target, problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
-    maps = TensorMaps(problem.settings, tile_of(target, problem), heads)
-    return decode(maps.q(problem.q)(problem.q.data_ptr())), decode(maps.k(problem.k)(problem.k.data_ptr()))
+    made, q, k = TensorMaps(problem.settings, tile_of(target, problem), heads), problem.q, problem.k
+    return decode(made.q(q)(problem.qo_len, q.data_ptr())), decode(
+        made.kv(k, made.box_rows)(problem.kv_len, k.data_ptr())
+    )
 
 
 def test_empty_and_single_axes(target: Target) -> None:
@@ -153,7 +155,7 @@ def test_sections_of_a_batch(
 def test_a_plan_makes_its_counters(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first run may be captured in a CUDA graph, where memory cannot be made."""
     made: list[int] = []
-    monkeypatch.setattr(counters, "of_device", made.append)
+    monkeypatch.setattr(counters, "of_device", lambda index: made.append(index) or counters.Counters)
     batch = paged((70, 3), (90, 33), page_size=4, **heads(4, 2))
     inputs = make(batch)
     with recorded(), using(target.arch.name, kernels=target.name, sms=2):

@@ -101,9 +101,9 @@ def test_one_request_follows_its_rule_whatever_its_keys(arch: str, window: int, 
     scheduled = FAMILY.scheduler(settings, gpu.arch, gpu.sms)
     edges = (144, 145, 512, 513, 1024, 1025, 8192, 8193, 100_000)
     for kv_len in sorted({max(1, edge + i) for edge in edges for i in (-6, -1, 0, 1)}):
-        rule = variant._rule_of(settings, gpu.arch, 1, 1, kv_len)
+        rule = variant._rule_of(settings.features, window, gpu.arch, 1, 1, kv_len)
         assert variant.rule_of(settings, gpu.arch, 1, 1, kv_len) is rule
-        assert scheduled(1, kv_len).tile == launch_config(settings, 1, rule, gpu.arch, gpu.sms)
+        assert scheduled(1, kv_len).tile == launch_config(settings.features, 1, rule, gpu.arch, gpu.sms)
 
 
 def decode_problem(**changes: Any) -> DecodeProblem:
@@ -152,7 +152,7 @@ def test_a_buffer_that_is_too_small_is_not_used(launches: type[NamedLaunch], sho
     problem = decode_problem()
     runner = DecodeRun(problem.settings, GPU)
     rule = variant.rule_of_call(problem, GPU.arch)
-    config = launch_config(problem.settings, 1, rule, GPU.arch, GPU.sms)
+    config = launch_config(problem.settings.features, 1, rule, GPU.arch, GPU.sms)
     needed = problem.scratch._replace(counter_bytes=config.counter_bytes, partial_bytes=config.partial_bytes)
     runner(problem._replace(scratch=needed))
     runner(problem._replace(scratch=needed._replace(**{short: getattr(needed, short) - 1})))
@@ -177,7 +177,7 @@ def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, la
     for window, whole in ((144 - qo_len, True), (145 - qo_len, False), (-1, False)):
         settings = problem.settings._replace(window_left=window)
         rule = variant.rule_of(settings, GPU.arch, 2, qo_len)
-        config = launch_config(settings, qo_len, rule, GPU.arch, 132, 0)
+        config = launch_config(settings.features, qo_len, rule, GPU.arch, 132, 0)
         assert config.spec.whole == whole
         if config.spec.whole:
             assert config.grid_of(2) == (2, 1, 2)
@@ -215,7 +215,7 @@ def test_numbers_that_no_rule_tells_apart_share_what_is_kept(kv_dtype: torch.dty
         for requests, longest in itertools.product((*range(600), 2048, 2049, 65535, 65536), lengths):
             found = variant.rule_of(settings, GPU.arch, requests, qo_len, longest)
             if requests < 20 or requests % 64 < 2 or requests > 600:
-                assert found is variant._rule_of(settings, GPU.arch, requests, qo_len, longest)
+                assert found is variant._rule_of(settings.features, window, GPU.arch, requests, qo_len, longest)
         assert prepared_kernel.cache_info().currsize < 100
 
 
@@ -259,7 +259,7 @@ def test_warps_have_units_of_their_own_where_they_divide_the_heads(
     kv_dtype: torch.dtype, num_kv_heads: int, qo_len: int, grid: tuple[int, int, int], work: str
 ) -> None:
     settings = even_settings(kv_dtype, num_kv_heads)
-    config = launch_config(settings, qo_len, many(settings, qo_len), GPU.arch, 132)
+    config = launch_config(settings.features, qo_len, many(settings, qo_len), GPU.arch, 132)
     assert config.spec.work == work
     assert config.grid_of(512) == config.grid == grid
     assert config.min_share == (1 if grid[1] == 1 else config.spec.teams)
@@ -282,7 +282,7 @@ def test_clusters_have_as_many_ctas_as_run_at_a_time(
 ) -> None:
     settings = even_settings(BF16, 8)
     rule = Rule((tiles.Ring(4, 3, 1, 8192).in_clusters(size),), {})
-    config = launch_config(settings, 1, rule, GPU.arch, sms, workspace)
+    config = launch_config(settings.features, 1, rule, GPU.arch, sms, workspace)
     assert config.grid_of(1) == config.grid_of(64) == grid
     with pytest.raises(ValueError, match="at most 64 requests, got 65"):
         config.grid_of(65)
@@ -292,17 +292,17 @@ def test_clusters_have_as_many_ctas_as_run_at_a_time(
 
 def test_a_small_workspace_has_fewer_warps() -> None:
     settings = even_settings(torch.float8_e4m3fn, 8)
-    config = launch_config(settings, 1, many(settings), GPU.arch, 132, 100 << 10)
+    config = launch_config(settings.features, 1, many(settings), GPU.arch, 132, 100 << 10)
     assert (config.spec.work, config.grid) == ("even", (2, 3, 1))
     assert config.partial_bytes <= 100 << 10
 
 
 def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
     eight, five = (even_settings(torch.float8_e4m3fn, n) for n in (8, 5))
-    spec = launch_config(eight, 1, many(eight), GPU.arch, 132).spec
+    spec = launch_config(eight.features, 1, many(eight), GPU.arch, 132).spec
     assert isinstance(spec, XqaSpec)
     with rings.force_spec(spec), pytest.raises(ValueError, match="2 kv heads a CTA, which do not divide 5"):
-        launch_config(five, 1, many(five), GPU.arch, 132)
+        launch_config(five.features, 1, many(five), GPU.arch, 132)
 
 
 SHAPES = [  # one request of 1, 4 and 8 units, of few keys and more; few pairs and many, windows

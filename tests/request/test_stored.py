@@ -2,8 +2,7 @@
 sizes, one that wants derivatives, one whose memory does not hold its values or is off alignment, and to write, one that
 overlaps itself.
 
-Most entries replay repeated calls (`calls.replay`). These check every call in full: "single prefill, mask", "trtllm,
-lse by heads", the low level form of xqa, and all of `entry_points.OTHERS`; all entries do while forward-mode AD is on.
+Entries replay repeated calls (`calls.replay`), but for those of `entry_points.OTHERS`, and while forward-mode AD is on.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
 from cute_attn.kernels.programs import program
 from cute_attn.runtime.artifact import Param
-from cute_attn.runtime.launch import CPU
+from cute_attn.runtime.launch import CPU, Bound
 from cute_attn.runtime.spec import KernelSpec
 
 STREAM = 77
@@ -46,6 +46,8 @@ class NamedLaunch:
     grid: tuple[int, int, int]
     stream: int
     params: Any
+    of_tensors: tuple[Sequence[int], Sequence[int]] = (), ()
+    values_of: Any = Bound.values_of
 
     def __init__(self, artifact: Any, device_index: int = CPU, *, pdl: bool) -> None:
         self.artifact, self.spec, self.pdl = artifact, artifact.spec, pdl
@@ -56,10 +58,10 @@ class NamedLaunch:
         bound.static, bound.groups = static, groups
         return bound
 
-    def fire(self, stream: int, moving: tuple[Any, ...], settled: tuple[Any, ...]) -> None:
+    def fire(self, stream: int, moving: tuple[Any, ...], settled: tuple[Any, ...], tensors: Any = ()) -> None:
         grid, *rest = settled
         values = dict(self.static)
-        for fields, given in zip(self.groups, (moving, *rest), strict=True):
+        for fields, given in zip(self.groups, (moving + self.values_of(tensors), *rest), strict=True):
             values |= zip(fields, given, strict=True)
         assert values.keys() == {param.name for param in self.artifact.params}
         fired = copy.copy(self)

@@ -54,23 +54,24 @@ def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
 
     class Run(BatchRun):
         def kernel(self, settings: Any) -> Any:
-            launch = types.SimpleNamespace(fire=lambda stream, moving, settled: fired.append((settings, settled[1])))
+            launch = types.SimpleNamespace(fire=lambda *given: fired.append((settings, *given[2][1])))
             return types.SimpleNamespace(
-                attention=types.SimpleNamespace(of=lambda roles: (launch, None)),
-                combine=None,
-                strides=lambda q, *others: f"of thread {int(q)}",
+                attention=types.SimpleNamespace(of=lambda roles: launch),
+                **dict.fromkeys(("combine", "counter")),
+                output=types.SimpleNamespace(strides=lambda out: ()),
+                strides=lambda q, *others: (f"of thread {int(q)}",),
+                scales=lambda settings: (),
                 addresses=lambda *tensors: lambda places: places,
             )
 
         def decided(self, memory: Memory) -> Launched:
-            return Launched(self.version, memory, (1, 1, 1), (), (0, 1, 1), (), (), ())
+            return Launched(self.version, memory, (1, 1, 1), (), (0, 1, 1), (), ())
 
-    tensors = (torch.zeros(1),) * 3
     run = Run("planned", types.SimpleNamespace(device_index=CPU))  # type: ignore[arg-type]
 
     def work(i: int) -> None:
         for _ in range(400):
-            run(BatchProblem(f"of thread {i}", torch.tensor([i]), *tensors, None))  # type: ignore[arg-type]
+            run(BatchProblem(f"of thread {i}", torch.tensor([i]), *(torch.zeros(1),) * 3, None))  # type: ignore[arg-type]
 
     in_threads(work, range(THREADS))
     assert len(fired) == 400 * THREADS

@@ -12,7 +12,7 @@ from cute_attn.kernels.combine.spec import RowsOfWarps, rows_of_warps
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, launch_nothing, optional_tensors
 from cute_attn.kernels.host.planner import Room
-from cute_attn.kernels.host.prepared import Grid, PreparedKernel
+from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
 from cute_attn.kernels.rules import Rule
 from cute_attn.problem import BatchProblem, Settings
 from cute_attn.runtime.launch import Settled, Values, current_stream
@@ -93,7 +93,8 @@ class Launched(NamedTuple):
     combine_grid: Grid
     merges: Values  # numbers of the combine kernel
     partials: Values  # addresses
-    more: Values  # addresses of the attention kernel, which come after those of tensors
+    scratch: tuple[int, int, int] = (0, 0, 0)  # addresses of counters and partial results, and the most keys of a
+    # ^ request, of kernels that split the keys themselves
 
 
 class BatchRun(Runner):
@@ -105,7 +106,7 @@ class BatchRun(Runner):
 
     def __init__(self, settings: Settings, gpu: Gpu) -> None:
         self.settings, self.gpu = settings, gpu
-        self.launched = Launched(self, (0, 0, 0), (0, 1, 1), (), (0, 1, 1), (), (), ())
+        self.launched = Launched(self, (0, 0, 0), (0, 1, 1), (), (0, 1, 1), (), ())
 
     def kernel(self, settings: Settings) -> PreparedKernel:
         """Returns the kernel of a run's settings, which may differ from the planned ones in numbers and in the score
@@ -123,35 +124,38 @@ class BatchRun(Runner):
             return launch_nothing
         kernel, index, operands = self.kernel(problem.settings), self.gpu.device_index, problem[1:5]
         strides, addresses = kernel.strides(*operands, block_scale_strides(problem)), kernel.addresses(*operands)
-        roles, _ = optional_tensors(problem)
-        (attention, pick), combine = kernel.attention.of(roles), kernel.combine
-        out_strides: Values = ()
+        strides = prepared(tuple, strides)  # launches do not write again what is the same object
+        scales, (roles, _) = kernel.scales(problem.settings), optional_tensors(problem)
+        attention, combine = kernel.attention.of(roles), kernel.combine
+        out_strides, v_scale = kernel.output.strides(problem.out), scales[1:]
         if combine is not None:
-            out_strides, (merge, pick_final) = combine.output.strides(problem.out), combine.launches.of(roles)
+            merge = combine.launches.of(roles)
+        counter = kernel.counter
         latest: tuple[Launched, Settled, Settled] | None = None
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
-            launched, memory = self.launched, memory_of(*tensors[6:])
+            _, _, _, _, _, optional, kv_indices, workspace = tensors
+            pages = entries = 0  # the same tensors may move in place
+            if kv_indices is not None:
+                pages, entries = kv_indices.data_ptr(), kv_indices.numel()
+            memory = pages, entries, 0 if workspace is None else workspace.data_ptr()
+            launched = self.launched
             if launched.version is not self.version or launched.memory != memory:
                 launched = self.launched = self.decided(memory)
             work = latest  # once: threads share this
             if work is None or work[0] is not launched:
-                settled = launched.grid, strides, launched.numbers
-                work = latest = launched, settled, (launched.combine_grid, out_strides, launched.merges)
+                settled = launched.grid, strides, launched.numbers, scales
+                work = latest = launched, settled, (launched.combine_grid, out_strides, launched.merges, v_scale)
             _, settled, to_combine = work
-            if not launched.grid[0]:
+            counters, partials, most_keys = launched.scratch
+            if not settled[0][0]:
                 return
-            stream, optional = current_stream(index), tensors[5]
-            moving = addresses((q, k, v, out, lse, stream, 0)) + launched.more
-            attention.fire(stream, moving + pick(optional) if optional else moving, settled)
+            stream = current_stream(index)
+            if counter is not None:
+                counters = counter(stream)
+            attention.fire(stream, addresses((q, k, v, out, lse, counters, partials, most_keys)), settled, optional)
             if combine is not None:
-                merge.fire(stream, (out, lse, *launched.partials, *pick_final(optional)), to_combine)
+                merge.fire(stream, (out, lse, *launched.partials), to_combine, optional)
 
         return fire
-
-
-def memory_of(kv_indices: torch.Tensor | None, workspace: torch.Tensor | None) -> Memory:
-    """Returns where launches read page indices and write partial results. The same tensors may move in place."""
-    pages, entries = (0, 0) if kv_indices is None else (kv_indices.data_ptr(), kv_indices.shape[0])
-    return pages, entries, 0 if workspace is None else workspace.data_ptr()

@@ -24,16 +24,20 @@ class Output:
         features = settings.features
         self.itemsize = features.o_dtype.itemsize
         self.stride_fields = () if partial else STRIDE_FIELDS
-        self.static: Fields = {"v_scale": settings.v_scale}
+        self.partial, self.static = partial, Fields()
         if partial:
             row_bytes = 4 * features.head_dim_vo
             strides = zip(STRIDE_FIELDS, (features.num_qo_heads * row_bytes, row_bytes), strict=True)
-            self.static = {"v_scale": 1.0, **dict(strides), **dict.fromkeys(FINAL_ROLES, 0)}
+            self.static = {**dict(strides), **dict.fromkeys(FINAL_ROLES, 0)}
 
     def strides(self, out: torch.Tensor) -> tuple[int, ...]:
         """Returns the values of `stride_fields`."""
         strides = out.stride()
         return (strides[0] * self.itemsize, strides[-2] * self.itemsize) if self.stride_fields else ()
+
+    def v_scale(self, settings: Settings) -> float:
+        """Returns the factor of what is written."""
+        return 1.0 if self.partial else settings.v_scale
 
 
 ROW_FIELDS = RowsOfWarps._fields[1:]
@@ -44,9 +48,9 @@ NO_MERGES: Fields = {"merges": 0, "rows_per_merge": 1, "slot_rows": 1}
 
 
 class CombineKernel:
-    """Launches of the combine kernel: addresses of o, lse and partials move; a grid, the output's strides, and values
-    of LENGTH_FIELDS, or of MERGE_FIELDS for a batch, are settled for longer. `heads`: query heads whose rows
-    share a tile of the partials.
+    """Launches of the combine kernel: addresses of o, lse and partials move; a grid, the output's strides, values of
+    LENGTH_FIELDS, or of MERGE_FIELDS for a batch, and the output's scales are settled for longer. `heads`: query heads
+    whose rows share a tile of the partials.
     """
 
     def __init__(self, settings: Settings, heads: int, gpu: Gpu) -> None:
@@ -61,5 +65,5 @@ class CombineKernel:
             **self.output.static,
             **absent,
         }
-        groups = ("o", "lse", *PARTIAL_FIELDS), self.output.stride_fields, numbers
+        groups = ("o", "lse", *PARTIAL_FIELDS), self.output.stride_fields, numbers, ("v_scale",)
         self.launches = OptionalBounds(launch, static, groups)

@@ -97,8 +97,7 @@ class TiledFamily(Generic[T]):
 
     def prepare(self, settings: Settings, gpu: Gpu) -> SingleRun[T]:
         """Returns a callable that runs single requests of these settings."""
-        scaled_alike = settings._replace(sm_scale=1.0, v_scale=1.0)  # scales decide no schedule: their memos are shared
-        scheduler = self.scheduler(scaled_alike, gpu.arch, gpu.sms)
+        scheduler = self.scheduler(settings, gpu.arch, gpu.sms)
         return SingleRun(settings, gpu, scheduler, lambda *tile: prepared(self.loaded, settings, *tile, gpu))
 
     def launches(self, problem: Problem, arch: Arch, sms: int) -> list[KernelLaunch]:
@@ -178,7 +177,7 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
     def _kernel(self, schedule: BatchSchedule[T], settings: Settings) -> PreparedKernel:
         tiling = schedule.tiling
         tile, heads = tiling.tile, tiling.params.group_size
-        return prepared(self.family.loaded, settings, tile, heads, schedule.merges, self.gpu)
+        return prepared(self.family.loaded, settings.unscaled, tile, heads, schedule.merges, self.gpu)
 
     def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
         """Replaces the lengths of the requests. Returns whether the kernels are the same; None, and nothing is
@@ -209,4 +208,4 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         merge_items = items + 4 * ITEM_INTS * schedule.room.capacity.items
         combine_grid, *rows = schedule.combine
         merges = *rows, merge_items, schedule.rows_per_merge, params.rows
-        return Launched(schedule, memory, schedule.grid, numbers, combine_grid, merges, partials, ())
+        return Launched(schedule, memory, schedule.grid, numbers, combine_grid, merges, partials)

@@ -23,7 +23,6 @@ BLOCK_SCALE_FIELDS = (  # of kernels for NVFP4 k and v
 
 Roles = tuple[int, ...]  # of ROLES, those of the tensors that a problem has
 Optional = tuple[torch.Tensor, ...]  # these tensors, in the same order
-Pick = Callable[[Optional], Values]
 
 # What runs requests or batches like an earlier one, from addresses of q, k, v, out and lse (0 for none), and a tuple of
 # these tensors, their `Optional`, and what else the kind of run takes.
@@ -51,11 +50,11 @@ class OptionalBounds:
         self._launch, self._static, self._groups = launch, static, groups
         named = {name for group in groups for name in group}
         self._free = {param.name for param in launch.artifact.params}.difference(static, named)
-        self._bounds: dict[Roles, tuple[Bound, Pick]] = {}
+        self._bounds: dict[Roles, Bound] = {}
         self.of(())  # checks that every parameter has a name
 
-    def of(self, roles: Roles) -> tuple[Bound, Pick]:
-        """Returns the launches of problems that have these tensors, and what picks the last moving values from them."""
+    def of(self, roles: Roles) -> Bound:
+        """Returns the launches of problems that have these tensors."""
         found = self._bounds.get(roles)
         if found is None:
             names = [ROLES[i] for i in roles]
@@ -64,16 +63,10 @@ class OptionalBounds:
             fields = [names[i] for i in places] + [MASK_BYTES] * len(masks)
             moving, *groups = self._groups
             zeros = dict.fromkeys(self._free.difference(fields), 0)
-            bound = self._launch.bind({**self._static, **zeros}, (*moving, *fields), *groups)
-            found = self._bounds[roles] = bound, _pick(places, masks)
+            found = self._launch.bind({**self._static, **zeros}, (*moving, *fields), *groups)
+            found.of_tensors = places, masks
+            self._bounds[roles] = found
         return found
-
-
-def _pick(places: Sequence[int], masks: Sequence[int]) -> Pick:
-    """Returns a function from optional tensors to addresses of those at `places`, then sizes of those at `masks`."""
-    if masks:
-        return lambda optional: (*[optional[i].data_ptr() for i in places], *[optional[i].numel() for i in masks])
-    return lambda optional: tuple([optional[i].data_ptr() for i in places])
 
 
 def block_scale_strides(problem: Request | BatchProblem) -> Values:

@@ -57,9 +57,9 @@ def range_bounds(settings: Settings) -> Fields:
     return {"range_left": 1 - min(keys, UNBOUNDED) if keys > 0 else -UNBOUNDED}
 
 
-def score_fields(settings: Settings, scores: tuple[str, ...]) -> Fields:
-    """Returns scale and soft cap. Without score steps the scale includes log2(e), for exp2 in place of exp."""
-    return {"scale": settings.sm_scale * (1.0 if scores else LOG2E), "soft_cap": settings.logits_soft_cap}
+def scale_unit(scores: tuple[str, ...]) -> float:
+    """Returns what the scale of a kernel includes: without score steps log2(e), for exp2 in place of exp."""
+    return 1.0 if scores else LOG2E
 
 
 def rope_fields(settings: Settings) -> Fields:

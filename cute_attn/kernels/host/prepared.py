@@ -12,24 +12,27 @@ import torch
 from cute_attn.kernels.host.combine import CombineKernel, Output
 from cute_attn.kernels.host.features import batched
 from cute_attn.kernels.host.operands import OptionalBounds
-from cute_attn.kernels.host.params import Fields
+from cute_attn.kernels.host.params import UNBOUNDED, Fields
 from cute_attn.problem import Settings
 from cute_attn.runtime.launch import Launch, Values
 
 MAX_PREPARED = 1024  # of the layers of a model: what runs their calls, kernels, tilings and layouts of tensor maps
 
 Grid = tuple[int, int, int]
-Addresses = Callable[[tuple[int, int, int, int, int, int, int]], Values]
-# ^ from addresses of q, k, v, out and lse, a stream, and the address of memory for partial results, or 0
-PLAIN: Addresses = operator.itemgetter(0, 1, 2, 3, 4)  # of kernels without tensor maps
+Places = tuple[int, int, int, int, int, int, int, int]
+# ^ addresses of q, k, v, out, lse, counters and memory for partial results, 0 where there are none; the number of keys
+Addresses = Callable[[Places], Values]
+PLAIN: Addresses = operator.itemgetter(0, 1, 2, 3, 4)  # of kernels without tensor maps, counters and partial results
 
 K = TypeVar("K")
 
 
 class PreparedKernel:
-    """Launches of one kernel: addresses move, and a grid, strides and numbers of the schedule are settled for longer.
-    Subclasses define strides and addresses.
+    """Launches of one kernel: addresses move, and a grid, strides, numbers of the schedule and scales are settled for
+    longer.     Subclasses define strides and addresses.
     """
+
+    counter: Callable[[int], int] | None = None  # from a stream to the address of the counters for a launch on it
 
     def __init__(
         self,
@@ -38,15 +41,20 @@ class PreparedKernel:
         static: Fields,
         groups: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
         combine: CombineKernel | None = None,
+        scale_unit: float = 1.0,
     ) -> None:
         """`groups`: fields of addresses, of strides (but for the output's), and of numbers. `combine`: None for a
-        kernel that leaves no partials to combine.
+        kernel that leaves no partials to combine. `scale_unit`: what the kernel's scale includes.
         """
         addresses, strides, numbers = groups
         output = Output(settings, partial=combine is not None and not batched(settings.features))
-        self.output, self.combine = output, combine
-        groups = addresses, strides + output.stride_fields, numbers
-        self.attention = OptionalBounds(launch, static | output.static, groups)
+        self.output, self.combine, self.scale_unit = output, combine, scale_unit
+        bound = addresses, strides + output.stride_fields, numbers, ("scale", "v_scale")
+        self.attention = OptionalBounds(launch, static | output.static, bound)
+
+    def scales(self, settings: Settings) -> Values:
+        """Returns the values of the scales' fields."""
+        return settings.sm_scale * self.scale_unit, self.output.v_scale(settings)
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values
@@ -55,10 +63,14 @@ class PreparedKernel:
         raise NotImplementedError
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
-        """Returns a function that computes the values of the addresses' fields, or of the first ones, for tensors of
-        these layouts.
+        """Returns a function that computes the values of the addresses' fields for tensors of these layouts; of single
+        requests with any number of keys.
         """
         return PLAIN
+
+    def most_keys(self, kv_len: int, k: torch.Tensor, v: torch.Tensor) -> int:
+        """Returns the most keys that the kernel can address with these strides; an ArgumentError if there are more."""
+        return UNBOUNDED
 
 
 @functools.lru_cache(MAX_PREPARED)

@@ -13,14 +13,13 @@ from cute_attn.kernels.combine.spec import rows_of_warps
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import (
     Fire,
-    Pick,
     Roles,
     Runner,
     block_scale_strides,
     launch_nothing,
     optional_tensors,
 )
-from cute_attn.kernels.host.prepared import Addresses, Grid, PreparedKernel
+from cute_attn.kernels.host.prepared import Addresses, Grid, PreparedKernel, prepared
 from cute_attn.problem import Problem, Settings
 from cute_attn.runtime.launch import Bound, Settled, Values, current_stream
 
@@ -45,10 +44,20 @@ class SingleSchedule(Generic[T]):
 
 
 Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
-Launches = tuple[Bound, Pick]
-Work = tuple[int, Launches, Addresses, Settled, int, tuple[Launches, Settled, int] | None, SingleSchedule[Any]]
-# ^ of a number of keys: the attention launches, addresses, what is settled, and bytes of partial results; of combine
-# ^ launches where the partial lse begin in these; and the schedule
+
+
+@dataclass(slots=True)
+class Work:
+    """Launches of all numbers of keys that have one schedule."""
+
+    kernel: PreparedKernel
+    attention: Bound
+    addresses: Addresses
+    settled: Settled
+    partials: int  # memory for partial results, in elements of q
+    combined: tuple[Bound, Settled, int] | None  # combine launches, and bytes to where the partial lse begin
+    schedule: SingleSchedule[Any]
+    most_keys: int  # that the kernel can address
 
 
 class SingleRun(Runner, Generic[T]):
@@ -72,64 +81,65 @@ class SingleRun(Runner, Generic[T]):
 
     def bind(self, problem: Problem) -> Fire:
         """Returns a function that launches the attention kernel, and the combine kernel where keys are split."""
-        qo_len, index, block_scales = problem.qo_len, self.device_index, block_scale_strides(problem)
+        qo_len, index = problem.qo_len, self.device_index
         if qo_len == 0:
             return launch_nothing
-        roles, _ = optional_tensors(problem)
-        strides: dict[PreparedKernel, tuple[Values, Values]] = {}  # of the attention and combine launches
-        latest: Work | None = None
+        like = problem.settings, qo_len, optional_tensors(problem)[0], block_scale_strides(problem)
+        latest: tuple[int, Work | None] = 0, None  # a number of keys, and its work
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
-            kv_len, work = tensors[6], latest  # once: threads share this
-            if work is None or work[0] != kv_len:
-                work = latest = self._work((qo_len, kv_len), tensors, roles, block_scales, strides, work)
-            _, (attention, pick), addresses, settled, partial_bytes, combined, _ = work
+            kv_len, (known, work) = tensors[6], latest  # once: threads share this
+            if work is None or known != kv_len:
+                schedule = self.launch(qo_len, kv_len)
+                if work is None or schedule is not work.schedule or kv_len > work.most_keys:
+                    work = self._work(schedule, tensors, *like, work)
+                latest = kv_len, work
+            attention, counter = work.attention, work.kernel.counter
             stream, optional, at = current_stream(index), tensors[5], 0
-            if partial_bytes:  # the caching allocator keeps them with a captured graph
-                partials = tensors[0].new_empty(partial_bytes, dtype=torch.uint8)
+            counters = 0 if counter is None else counter(stream)
+            if work.partials:  # the caching allocator keeps them with a captured graph
+                partials = tensors[0].new_empty(work.partials)  # naming a dtype would take 0.2 us
                 at = partials.data_ptr()
-            if combined is None:
-                moving = addresses((q, k, v, out, lse, stream, at))
-                attention.fire(stream, moving + pick(optional) if optional else moving, settled)
+            if work.combined is None:
+                moving = work.addresses((q, k, v, out, lse, counters, at, kv_len))
+                attention.fire(stream, moving, work.settled, optional)
                 return
-            (combine, pick_final), to_combine, of_lse = combined
-            attention.fire(stream, addresses((q, k, v, at, at + of_lse, stream, at)) + pick(optional), settled)
-            combine.fire(stream, (out, lse, at, at + of_lse, *pick_final(optional)), to_combine)
+            combine, to_combine, of_lse = work.combined
+            moving = work.addresses((q, k, v, at, at + of_lse, counters, at, kv_len))
+            attention.fire(stream, moving, work.settled, optional)
+            combine.fire(stream, (out, lse, at, at + of_lse), to_combine, optional)
 
         return fire
 
     def _work(
         self,
-        lengths: tuple[int, int],
+        schedule: SingleSchedule[T],
         tensors: Tensors,
+        settings: Settings,
+        qo_len: int,
         roles: Roles,
         block_scales: Values,
-        strides: dict[PreparedKernel, tuple[Values, Values]],
         before: Work | None,
     ) -> Work:
-        """Returns what launches of a number of keys have in common, and notes strides of a kernel that comes anew.
-        `before`: of another number, which may have the same schedule.
-        """
-        (qo_len, kv_len), (q, k, v, out, *_) = lengths, tensors
-        schedule = self.launch(qo_len, kv_len)
-        kernel = schedule.kernel
+        """Returns the launches of a schedule. `before`: of another, which may have the same kernel."""
+        (q, k, v, out, _, _, kv_len), kernel = tensors, schedule.kernel
         assert kernel is not None
-        addresses, combine = kernel.addresses(q, k, v, out), kernel.combine
-        if before is not None and before[6] is schedule:
-            return kv_len, before[1], addresses, *before[3:]
-        if kernel not in strides:
-            out_strides: Values = () if combine is None else combine.output.strides(out)
-            strides[kernel] = kernel.strides(q, k, v, out, block_scales), out_strides
-        of_kernel, out_strides = strides[kernel]
-        combined = None
-        if combine is not None:
-            splits = schedule.num_splits
-            merge_grid, *rows = rows_of_warps(qo_len * self.num_qo_heads, self.sms)
-            settled = merge_grid, out_strides, (*rows, qo_len, splits)
-            combined = combine.launches.of(roles), settled, qo_len * self.num_qo_heads * splits * 4 * self.head_dim_vo
-        attention, to_attention = kernel.attention.of(roles), (schedule.grid, of_kernel, schedule.numbers)
-        return kv_len, attention, addresses, to_attention, schedule.partial_bytes, combined, schedule
+        most_keys = kernel.most_keys(kv_len, k, v)
+        if before is not None and before.kernel is kernel:
+            addresses, strides = before.addresses, before.settled[1]
+        else:
+            addresses = kernel.addresses(q, k, v, out)
+            strides = prepared(tuple, kernel.strides(q, k, v, out, block_scales))  # the same for other scales
+        settled, combined = (schedule.grid, strides, schedule.numbers, kernel.scales(settings)), None
+        if (combine := kernel.combine) is not None:
+            splits, to_merge = schedule.num_splits, qo_len * self.num_qo_heads
+            merge_grid, *rows = rows_of_warps(to_merge, self.sms)
+            numbers, output = (*rows, qo_len, splits), combine.output
+            to_combine = merge_grid, output.strides(out), numbers, (output.v_scale(settings),)
+            combined = combine.launches.of(roles), to_combine, to_merge * splits * 4 * self.head_dim_vo
+        attention, partials = kernel.attention.of(roles), schedule.partial_bytes // q.element_size()
+        return Work(kernel, attention, addresses, settled, partials, combined, schedule, most_keys)
 
     def _launch(self, qo_len: int, kv_len: int) -> SingleSchedule[T]:
         """Returns the schedule of a request of these lengths with its kernel; `launch` memoises it."""

@@ -17,7 +17,7 @@ from cute_attn.kernels.host.params import (
     mask_bounds,
     range_bounds,
     rope_fields,
-    score_fields,
+    scale_unit,
 )
 from cute_attn.kernels.host.prepared import PreparedKernel
 from cute_attn.problem import Settings
@@ -40,7 +40,7 @@ class Fa2Kernel(PreparedKernel):
             "num_qo_heads": features.num_qo_heads,
             **divisor("num_kv_heads", features.num_kv_heads),
             **divisor("page_size", settings.page_size),
-            **score_fields(settings, spec.scores),
+            "soft_cap": settings.logits_soft_cap,
             **rope_fields(settings),
             "lse_scale": settings.lse_scale,
             **range_bounds(settings),
@@ -50,7 +50,8 @@ class Fa2Kernel(PreparedKernel):
         else:
             static |= {**NO_BATCH, "full_tiles": -1}
         groups = ADDRESS_FIELDS, STRIDE_FIELDS, batch_fields(settings) if batch else LENGTH_FIELDS
-        super().__init__(settings, gpu.loaded(spec, settings.enable_pdl), static, groups, combine)
+        launch, unit = gpu.loaded(spec, settings.enable_pdl), scale_unit(spec.scores)
+        super().__init__(settings, launch, static, groups, combine, unit)
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values

@@ -26,9 +26,9 @@ from cute_attn.kernels.host.params import (
     magic,
     mask_bounds,
     rope_fields,
-    score_fields,
+    scale_unit,
 )
-from cute_attn.kernels.host.prepared import Addresses, PreparedKernel, prepared
+from cute_attn.kernels.host.prepared import Addresses, Places, PreparedKernel, prepared
 from cute_attn.problem import Settings
 from cute_attn.runtime import counters, tensormap
 from cute_attn.runtime.launch import Values
@@ -36,7 +36,7 @@ from cute_attn.runtime.launch import Values
 MAX_MAPS = 256  # of a layout: allocators repeat addresses
 OUTPUT_ROWS = 128  # packed rows that fa4 stores at a time
 
-Map = Callable[[int], bytes]  # from an address to a tensor map
+Maps = Callable[[int, int], bytes]  # from a number of tokens and an address to a tensor map
 
 
 class TensorMaps:
@@ -51,36 +51,28 @@ class TensorMaps:
         self.line_items = LINE // self.itemsize
         self.paged = features.kv_source == "paged"
         self.token, self.head = kv_axes(settings)
-        self.box_rows = tile.k_box_rows  # of k
+        self.box_rows, self.v_box_rows = tile.k_box_rows, tile.cols
         if self.paged:
-            self.box_rows = math.gcd(settings.page_size, tile.k_box_rows)
+            self.box_rows = self.v_box_rows = math.gcd(settings.page_size, tile.k_box_rows)
 
-    def q(self, q: torch.Tensor) -> Map:
+    def q(self, q: torch.Tensor) -> Maps:
         return self.rows(q, self.dtype, (self.line_items, self.heads, self.tile.q_box_rows // self.heads, 1))
 
-    def o(self, out: torch.Tensor) -> Map:
-        """Returns the map of `out`, with boxes of OUTPUT_ROWS rows: whole tokens, or heads of one token."""
+    def o(self, out: torch.Tensor) -> Maps:
+        """Returns the maps of `out`, with boxes of OUTPUT_ROWS rows: whole tokens, or heads of one token."""
         box = LINE // out.itemsize, min(self.heads, OUTPUT_ROWS), max(OUTPUT_ROWS // self.heads, 1), 1
         return self.rows(out, map_dtype(out.dtype), box)
 
-    def rows(self, x: torch.Tensor, dtype: str, box: tuple[int, int, int, int]) -> Map:
-        """Returns the map [d, heads of a tile, tokens, blocks of heads] of x [tokens, heads, d], or [heads, d] of one
+    def rows(self, x: torch.Tensor, dtype: str, box: tuple[int, int, int, int]) -> Maps:
+        """Returns the maps [d, heads of a tile, tokens, blocks of heads] of x [tokens, heads, d], or [heads, d] of one
         token.
         """
-        tokens, head = (1 if x.dim() == 2 else x.shape[0]), x.stride(-2) * x.itemsize
-        token = 16 if x.dim() == 2 else x.stride(0) * x.itemsize
+        head, token = x.stride(-2) * x.itemsize, 16 if x.dim() == 2 else x.stride(0) * x.itemsize
         sizes, strides = (x.shape[-1], self.heads, 0, self.head_blocks), (head, token, head * self.heads)
-        maps = prepared(tensor_maps, self.encoder, dtype, sizes, strides, box, tensormap.SWIZZLE_128B, 2)
-        return functools.partial(maps, tokens)
+        return prepared(tensor_maps, self.encoder, dtype, sizes, strides, box, tensormap.SWIZZLE_128B, 2)
 
-    def k(self, k: torch.Tensor) -> Map:
-        return self.kv(k, self.box_rows)
-
-    def v(self, v: torch.Tensor) -> Map:
-        return self.kv(v, self.box_rows if self.paged else self.tile.cols)
-
-    def kv(self, x: torch.Tensor, box_rows: int) -> Map:
-        """Returns the map [d, tokens, heads, pages] of k or v."""
+    def kv(self, x: torch.Tensor, box_rows: int) -> Maps:
+        """Returns the maps [d, tokens, heads, pages] of k or v."""
         shape, strides = x.shape, [stride * self.kv_itemsize for stride in x.stride()]
         columns, swizzle = 1, tensormap.SWIZZLE_128B
         if self.kv_itemsize < self.itemsize:  # rows to be converted
@@ -88,8 +80,7 @@ class TensorMaps:
         pages, page = (shape[0], strides[0]) if self.paged else (1, 16)
         sizes, steps = (shape[-1], 0, shape[self.head], pages), (strides[self.token], strides[self.head], page)
         box = columns * self.line_items, box_rows, 1, 1
-        maps = prepared(tensor_maps, self.encoder, self.kv_dtype, sizes, steps, box, swizzle, 1)
-        return functools.partial(maps, shape[self.token])
+        return prepared(tensor_maps, self.encoder, self.kv_dtype, sizes, steps, box, swizzle, 1)
 
     def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
         """Returns the bytes from a page, a token and a head to the next."""
@@ -104,7 +95,7 @@ def map_dtype(dtype: torch.dtype) -> str:
 
 def emulated(
     dtype: str, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int, axis: int
-) -> Callable[[int, int], bytes]:
+) -> Maps:
     """Returns what encodes maps for the emulator, of the arguments of `tensormap.Encoder`."""
     from cute_attn.emulator.tensormap import encode_tiled
 
@@ -117,10 +108,8 @@ def emulated(
     return encode
 
 
-def tensor_maps(encoder: Callable[..., Callable[[int, int], bytes]], *layout: Any) -> Callable[[int, int], bytes]:
-    """Returns the maps of tensors of one layout by their number of tokens and address, memoised. `layout`: arguments of
-    `tensormap.Encoder`.
-    """
+def tensor_maps(encoder: Callable[..., Maps], *layout: Any) -> Maps:
+    """Returns the maps of tensors of one layout, memoised. `layout`: arguments of `tensormap.Encoder`."""
     return functools.lru_cache(MAX_MAPS)(encoder(*layout))
 
 
@@ -146,8 +135,8 @@ class PersistentKernel(PreparedKernel):
         self, settings: Settings, spec: PersistentSpec, heads: int, combine: CombineKernel | None, gpu: Gpu
     ) -> None:
         features, tile = settings.features, spec.tile
-        batch, launch = batched(features), gpu.loaded(spec, settings.enable_pdl)
-        self.counters = counters.of_device(gpu.device_index)  # allocated now: the first run may be captured
+        self.batch, launch = batched(features), gpu.loaded(spec, settings.enable_pdl)
+        self.counter = counters.of_device(gpu.device_index).address  # allocated now: the first run may be captured
         self.maps = TensorMaps(settings, tile, heads)
         self.paged, self.block_scales = features.kv_source == "paged", features.kv_block_scales
         self.output_map = any(param.name == OUTPUT_MAP for param in launch.artifact.params)
@@ -158,21 +147,21 @@ class PersistentKernel(PreparedKernel):
             **divisor("group", heads),
             "tile_rows": tile_rows(tile.rows, heads),
             **divisor("kv_group", head_blocks // features.num_kv_heads),
-            **score_fields(settings, spec.scores),
+            "soft_cap": settings.logits_soft_cap,
             "lse_scale": settings.lse_scale,
             "head_blocks": head_blocks,
             **divisor("page_size", settings.page_size),
             "box_rows": self.maps.box_rows,
         }
-        static |= dict.fromkeys(LENGTH_FIELDS, 0) if batch else NO_BATCH
+        static |= dict.fromkeys(LENGTH_FIELDS, 0) if self.batch else NO_BATCH
         if rotates(features):
             static |= rope_fields(settings)
         groups = (
             (*ADDRESS_FIELDS, OUTPUT_MAP) if self.output_map else ADDRESS_FIELDS,
             PAGE_FIELDS + BLOCK_SCALE_FIELDS if self.block_scales else PAGE_FIELDS,
-            ORDER_FIELDS + (batch_fields(settings) if batch else LENGTH_FIELDS),
+            ORDER_FIELDS + (batch_fields(settings) if self.batch else LENGTH_FIELDS),
         )
-        super().__init__(settings, launch, static, groups, combine)
+        super().__init__(settings, launch, static, groups, combine, scale_unit(spec.scores))
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values
@@ -182,14 +171,17 @@ class PersistentKernel(PreparedKernel):
         return *pages, *(block_scales if self.block_scales else ()), *self.output.strides(out)
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
-        """Returns a function that computes tensor maps, addresses and counters."""
-        q_map, k_map, v_map, counter = self.maps.q(q), self.maps.k(k), self.maps.v(v), self.counters.address
+        """Returns a function that computes tensor maps from addresses."""
+        maps, rows = self.maps, 1 if q.dim() == 2 else q.shape[0]
+        q_map, k_map, v_map = maps.q(q), maps.kv(k, maps.box_rows), maps.kv(v, maps.v_box_rows)
+        tokens = k.shape[maps.token] if self.batch else 0  # of a single request as many as it has keys
         if self.output_map:
-            o_map = self.maps.o(out)
+            o_map = maps.o(out)
 
-        def addresses(places: tuple[int, int, int, int, int, int, int]) -> Values:
-            q, k, v, out, lse, stream, _ = places
-            values = q_map(q), k_map(k), v_map(v), out, lse, k, v, counter(stream)
-            return (*values, o_map(out)) if self.output_map else values
+        def addresses(places: Places) -> Values:
+            q, k, v, out, lse, counters, _, kv_len = places
+            kv_len = tokens or kv_len
+            values = q_map(rows, q), k_map(kv_len, k), v_map(kv_len, v), out, lse, k, v, counters
+            return (*values, o_map(rows, out)) if self.output_map else values
 
         return addresses

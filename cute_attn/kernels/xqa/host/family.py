@@ -21,7 +21,7 @@ from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa.host.prepared import XqaKernel, fire_in_scratch, one_page
-from cute_attn.kernels.xqa.host.variant import LaunchConfig, launch_config, rule_of, rule_of_call, specs
+from cute_attn.kernels.xqa.host.variant import LaunchConfig, launch_config, rule_of, rule_of_call, same_keys, specs
 from cute_attn.kernels.xqa.spec import CTA_REQUESTS, LengthsSpec
 from cute_attn.kernels.xqa.tiles import STEPS, Rings
 from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Problem, Settings
@@ -55,11 +55,11 @@ class DecodeRun(Runner):
         tables, scratch, index = problem.block_tables, problem.scratch, gpu.device_index
         rows, width = tables.shape
         rule = rule_of_call(problem, gpu.arch)
-        config = prepared(launch_config, settings, qo_len, rule, gpu.arch, gpu.sms)
+        config = prepared(launch_config, settings.features, qo_len, rule, gpu.arch, gpu.sms)
         kernel, longest, step = prepared(XqaKernel, settings, config, gpu), problem.max_kv_len, tables.stride(0)
         strides = kernel.strides(problem.q, problem.k, problem.v, problem.out, block_scale_strides(problem))
         numbers = step, 0, rows, (rows - 1) * step + width
-        settled = config.grid_of(rows), strides, numbers
+        settled = config.grid_of(rows), strides, numbers, kernel.scales(problem.settings)
         bound = kernel.attention.of(optional_tensors(problem)[0])
         return fire_in_scratch(bound, config, scratch, longest, settled, index)
 
@@ -84,36 +84,43 @@ def schedule(
     qo_len, batch_size = limits.max_qo_len, lengths.batch_size
     assert qo_len is not None  # given by decode wrappers
     rule = rule_of_batch(settings, lengths, limits, arch)
-    config = prepared(launch_config, settings, qo_len, rule, arch, sms, limits.workspace_bytes)
-    records = np.concatenate((records_of(lengths), np.zeros(config.ctas, np.int32)), dtype=np.int32)
+    config = prepared(launch_config, settings.features, qo_len, rule, arch, sms, limits.workspace_bytes)
+    records = np.concatenate((*records_of(lengths), np.zeros(config.ctas, np.int32)), dtype=np.int32)
     return XqaBatchSchedule(rule, config, config.grid_of(batch_size) if batch_size else (0, 1, 1), records)
 
 
-def records_of(lengths: BatchLengths | DeviceLengths) -> np.ndarray:
+def records_of(lengths: BatchLengths | DeviceLengths) -> tuple[np.ndarray, ...]:
     """Return the keys of every request, the index of its first page and, unless all have as many query tokens,
     qo_indptr. Of lengths on the device zeros, which `XqaBatchRun.again` replaces.
     """
     several = lengths.q_len is None
     if isinstance(lengths, DeviceLengths):
-        return np.zeros(lengths.batch_size * (2 + several) + several, np.int32)
-    return np.concatenate((lengths.kv_len, lengths.kv_start, *([lengths.qo_indptr] if several else [])))
+        return (np.zeros(lengths.batch_size * (2 + several) + several, np.int32),)
+    uniform = lengths.kv_len, lengths.kv_start
+    return (*uniform, lengths.qo_indptr) if several else uniform
 
 
 def rule_of_batch(
     settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch
 ) -> Rule[Rings]:
-    """Return the rule that a batch follows. It depends on lengths only where launches are not captured; lengths on the
-    device have the bound that the caller knows, and that kv_indices has room for.
+    """Return the rule that a batch follows."""
+    assert limits.max_qo_len is not None  # given by decode wrappers
+    longest = known_keys(settings, lengths, limits)
+    return rule_of(settings, arch, lengths.batch_size, limits.max_qo_len, longest)
+
+
+def known_keys(settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits) -> int | None:
+    """Return what a rule knows of the keys of a batch. It depends on lengths only where launches are not captured;
+    lengths on the device have the bound that the caller knows, and that kv_indices has room for.
     """
-    qo_len = limits.max_qo_len
-    assert qo_len is not None  # given by decode wrappers
-    longest = None
-    if not limits.keeps_address:
-        longest = lengths.longest_kv
-        if isinstance(lengths, DeviceLengths):
-            room = lengths.kv_end * settings.page_size
-            longest = room if longest is None else min(longest, room)
-    return rule_of(settings, arch, lengths.batch_size, qo_len, longest)
+    if limits.keeps_address:
+        return None
+    longest = lengths.longest_kv
+    if isinstance(lengths, DeviceLengths):
+        room = lengths.kv_end * settings.page_size
+        longest = room if longest is None else min(longest, room)
+    assert longest is not None
+    return same_keys(longest)
 
 
 class XqaBatchRun(BatchRun):
@@ -130,7 +137,7 @@ class XqaBatchRun(BatchRun):
         planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms)
         super().__init__(settings, gpu)
         self.config, self.rule, self.grid = planned.config, planned.rule, planned.grid
-        self.staging, self.limits = staging, limits
+        self.staging, self.limits, self.keys = staging, limits, known_keys(settings, lengths, limits)
         self.kernel(settings)
         memory, size = staging.upload(planned.records, limits.keeps_address), lengths.batch_size
         end = len(planned.records)
@@ -144,27 +151,34 @@ class XqaBatchRun(BatchRun):
             self.again(lengths)
 
     def kernel(self, settings: Settings) -> XqaKernel:
-        return prepared(XqaKernel, settings, self.config, self.gpu)
+        return prepared(XqaKernel, settings.unscaled, self.config, self.gpu)
 
     def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
         """Replaces the lengths of the requests, whose number stays. Returns True, as launches are the same otherwise;
         None, and nothing is replaced, if another kernel is to run them.
         """
-        if rule_of_batch(self.settings, lengths, self.limits, self.gpu.arch) is not self.rule:
+        keys = known_keys(self.settings, lengths, self.limits)
+        if keys != self.keys and rule_of_batch(self.settings, lengths, self.limits, self.gpu.arch) is not self.rule:
             return None
+        self.keys = keys
         if isinstance(lengths, DeviceLengths):
             addresses = self.seq_lens, self.request[1], self.q_indptr
             self.staging.write(functools.partial(write_lengths, lengths, self.settings.page_size, addresses, self.gpu))
             return True
-        self.staging.upload(records_of(lengths))  # every launch leaves its counters at zero
+        records, start = self.staging.reserve(len(self.records)), 0
+        for array in records_of(lengths):  # in half of the time of `concatenate`
+            stop = start + len(array)
+            records[start:stop] = array
+            start = stop
+        self.staging.upload(records)  # every launch leaves its counters at zero
         return True
 
     def decided(self, memory: Memory) -> Launched:
         """Returns the grid, values of REQUEST_FIELDS and TABLE_FIELDS, and the last ones of ADDRESS_FIELDS."""
         pages, entries, workspace = memory
         numbers = *self.request, entries, pages, self.seq_lens, self.q_indptr, 0
-        more = self.counters.data_ptr(), workspace, UNBOUNDED
-        return Launched(self.version, memory, self.grid, numbers, (0, 1, 1), (), (), more)
+        scratch = self.counters.data_ptr(), workspace, UNBOUNDED
+        return Launched(self.version, memory, self.grid, numbers, (0, 1, 1), (), (), scratch)
 
 
 def write_lengths(lengths: DeviceLengths, page_size: int, addresses: tuple[int, int, int], gpu: Gpu) -> None:
@@ -203,7 +217,7 @@ class XqaFamily:
             key = qo_len, bisect(STEPS["keys"], kv_len)
             if key not in alike:
                 rule = rule_of(settings, arch, 1, qo_len, kv_len)
-                config = prepared(launch_config, settings, qo_len, rule, arch, sms)
+                config = prepared(launch_config, settings.features, qo_len, rule, arch, sms)
                 alike[key] = SingleSchedule(config, 1, 1, config.grid_of(1), (1, 0, 1, 1), config.partial_bytes)
             return alike[key]
 

@@ -10,9 +10,9 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS, Fire, Pick, PlainStrides
+from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS, Fire, PlainStrides
 from cute_attn.kernels.host.params import UNBOUNDED, Fields
-from cute_attn.kernels.host.prepared import PLAIN, Addresses, PreparedKernel
+from cute_attn.kernels.host.prepared import Addresses, PreparedKernel
 from cute_attn.kernels.xqa.host.variant import LaunchConfig
 from cute_attn.problem import Scratch, Settings, draft_mask_bytes
 from cute_attn.runtime import capture, counters
@@ -58,13 +58,11 @@ class XqaKernel(PreparedKernel):
             "dealt": config.dealt,
             "mask_row_bytes": draft_mask_bytes(config.qo_len),
             "window_left": UNBOUNDED if settings.window_left < 0 else min(settings.window_left, UNBOUNDED),
-            "scale": settings.sm_scale,
             "lse_scale": settings.lse_scale,
         }
         moving, settled = (TABLE_FIELDS, ()) if features.device_lengths else ((), TABLE_FIELDS)
-        self.counters: counters.Counters | None = None
         if features.kv_source == "dense" and not features.device_lengths:  # a single request, whose keys are one page
-            self.counters = counters.of_device(gpu.device_index, counters.SEMAPHORES)
+            self.counter = counters.of_device(gpu.device_index, counters.SEMAPHORES).address
             table, length = one_page(gpu.device_index)
             static |= dict(zip(TABLE_FIELDS, (table.data_ptr(), length.data_ptr(), 0, 0), strict=True))
             settled = ()
@@ -79,29 +77,24 @@ class XqaKernel(PreparedKernel):
         return *self.plain_strides(q, k, v), *block_scales, pages, *self.output.strides(out)
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
-        """Returns a function that computes the values of ADDRESS_FIELDS for a single request; else the first ones."""
-        if self.counters is None:
-            return PLAIN
-        layout, counter, kv_len = self.plain_strides, self.counters.address, k.shape[self.plain_strides.token]
-        # The kernel counts chunks in 32 bits.
-        if kv_len * layout.kv_itemsize * max(k.stride(layout.token), v.stride(layout.token)) >= CHUNK << 32:
+        """Returns what returns its argument: the values of ADDRESS_FIELDS."""
+        return tuple
+
+    def most_keys(self, kv_len: int, k: torch.Tensor, v: torch.Tensor) -> int:
+        layout = self.plain_strides  # the kernel counts chunks in 32 bits
+        step = layout.kv_itemsize * max(k.stride(layout.token), v.stride(layout.token))
+        if kv_len * step >= CHUNK << 32:
             k_shape, v_shape = tuple(k.shape), tuple(v.shape)
             raise ArgumentError(f"k and v must span less than {CHUNK << 32} bytes each, got {k_shape} and {v_shape}")
-
-        def addresses(places: tuple[int, int, int, int, int, int, int]) -> Values:
-            q, k, v, out, lse, stream, partials = places
-            return q, k, v, out, lse, counter(stream), partials, kv_len
-
-        return addresses
+        return ((CHUNK << 32) - 1) // max(1, step)
 
 
 def fire_in_scratch(
-    bound: tuple[Bound, Pick], config: LaunchConfig, scratch: Scratch, longest: int, settled: Settled, index: int
+    attention: Bound, config: LaunchConfig, scratch: Scratch, longest: int, settled: Settled, index: int
 ) -> Fire:
     """Returns a function that runs calls whose lengths and page tables are on device `index`, in their scratch memory.
     `longest`: the most keys of a request.
     """
-    attention, pick = bound
     own_partials = scratch.partial_bytes < config.partial_bytes
     of_stream: Callable[[int], int] | None = None
     if scratch.counter_bytes < config.counter_bytes:
@@ -117,6 +110,6 @@ def fire_in_scratch(
             partials = query.new_empty(config.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
             partials_at = partials.data_ptr()
         moving = q, k, v, out, lse, counted_at, partials_at, longest, table, seq_lens, q_indptr, last
-        attention.fire(stream, moving + pick(optional) if optional else moving, settled)
+        attention.fire(stream, moving, settled, optional)
 
     return fire

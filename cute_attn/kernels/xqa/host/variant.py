@@ -33,10 +33,16 @@ def rule_of(settings: Settings, arch: Arch, batch_size: int, qo_len: int, longes
 
     The rule is kept for all numbers of requests and of keys that rules do not tell apart: they vary from step to step.
     """
-    requests, keys = prepared(_request_steps, settings.features, qo_len), tiles.STEPS["keys"]
-    if longest is not None:
-        longest = keys[bisect(keys, longest)] - 1
-    return prepared(_rule_of, settings, arch, requests[bisect(requests, batch_size)] - 1, qo_len, longest)
+    requests = prepared(_request_steps, settings.features, qo_len)
+    longest = None if longest is None else same_keys(longest)
+    batch_size = requests[bisect(requests, batch_size)] - 1
+    return prepared(_rule_of, settings.features, settings.window_left, arch, batch_size, qo_len, longest)
+
+
+def same_keys(longest: int) -> int:
+    """Return the largest number of keys that rules do not tell apart from so many."""
+    steps = tiles.STEPS["keys"]
+    return int(steps[bisect(steps, longest)]) - 1
 
 
 def _request_steps(features: Features, qo_len: int) -> list[int]:
@@ -52,8 +58,9 @@ def _segments(features: Features, qo_len: int, most_rows: int = 0) -> int:
     return kv_heads * ceil_div(qo_len * (features.num_qo_heads // kv_heads), most_rows)
 
 
-def _rule_of(settings: Settings, arch: Arch, batch_size: int, qo_len: int, longest: int | None) -> Rule[Rings]:
-    window, features = settings.window_left, settings.features
+def _rule_of(
+    features: Features, window: int, arch: Arch, batch_size: int, qo_len: int, longest: int | None
+) -> Rule[Rings]:
     units, segments = _segments(features, qo_len, tiles.MOST_ROWS), _segments(features, qo_len)
     keys = longest
     if window >= 0:
@@ -128,17 +135,16 @@ class LaunchConfig(NamedTuple):
 
 
 def launch_config(
-    settings: Settings,
+    features: Features,
     qo_len: int,
     rule: Rule[Rings],
     arch: Arch,
     sms: int,
     workspace_bytes: int = UNLIMITED,
 ) -> LaunchConfig:
-    """Returns the kernel and grid for a GPU of `arch` with `sms` multiprocessors. `rule`: one of those for the
-    settings' features. `workspace_bytes`: room for partial results; fewer CTAs, down to one or a cluster, need less.
+    """Returns the kernel and grid for a GPU of `arch` with `sms` multiprocessors. `rule`: one of those for these
+    features. `workspace_bytes`: room for partial results; fewer CTAs, down to one or a cluster, need less.
     """
-    features = settings.features
     spec = choose_spec(features, qo_len, rule, arch)
     if features.num_kv_heads % spec.heads:
         raise ValueError(f"{spec} has {spec.heads} kv heads a CTA, which do not divide {features.num_kv_heads}")
