@@ -183,7 +183,7 @@ def test_masks_and_block_scales_of_another_number_of_keys(name: str, driver: Rec
     for _ in range(2):
         single_prefill_with_kv_cache(**given)
     with pytest.raises(ArgumentError, match=name):
-        single_prefill_with_kv_cache(**{**given, **{of: torch.cat((given[of], given[of])) for of in "kv"}})
+        single_prefill_with_kv_cache(**{**given, **{x: torch.cat((given[x], given[x])) for x in "kv"}})
 
 
 def test_kinds_of_masks_are_told_apart(driver: RecordingDriver) -> None:

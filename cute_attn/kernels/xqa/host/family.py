@@ -165,7 +165,7 @@ class XqaBatchRun(BatchRun):
             addresses = self.seq_lens, self.request[1], self.q_indptr
             self.staging.write(functools.partial(write_lengths, lengths, self.settings.page_size, addresses, self.gpu))
             return True
-        records, start = self.staging.reserve(len(self.records)), 0
+        records, start = self.staging.reserve(len(self.records[0])), 0
         for array in records_of(lengths):  # in half of the time of `concatenate`
             stop = start + len(array)
             records[start:stop] = array
