@@ -272,19 +272,18 @@ class XqaProgram(GridProgram):
     def kv_tile(self, tiles: WarpTiles, i: Int32 | int) -> Int32:
         return tiles.first + i * self.spec.teams
 
-    def read_ahead(self, p: Any) -> EarlyTiles | None:
-        """Read where this warp's first tiles are before the preceding kernel has ended, and fetch some into L2; return
-        where they are, if they are to be copied early."""
+    def read_ahead(self, p: Any) -> EarlyTiles:
+        """Read where this warp's first tiles are before the preceding kernel has ended, and fetch some into L2."""
         # By lengths that may change, with `q_len` queries per request.
         partition = make_partition(self.spec, p._replace(q_indptr=Int64(0)), isa.load_early_if)
         seen = partition.seen()
-        share, segment = early_segment(partition.found(seen), p)
+        share, segment = early_segment(partition.guess(seen), p)
         kv, tiles = bounded(self.paged_kv(p, segment), segment, isa.load_early_if), self.warp_tiles(p, segment, share)
-        fetched, copied = self.spec.prefetch, self.memory.prefetch_distance if self.spec.copies_early else 0
+        fetched, copied = self.spec.prefetch, self.memory.prefetch_distance
         token_pages = self.first_page_ids(kv, tiles, max(fetched, copied))
         for i, places in enumerate(token_pages[:fetched]):
             kv.fetch(places, self.kv_tile(tiles, i), i < tiles.count)
-        return EarlyTiles(seen, share, segment, token_pages[:copied]) if copied else None
+        return EarlyTiles(seen, share, segment, token_pages[:copied])
 
     def start(self, p: Any, query_rows: QueryRows, early: EarlyTiles | None) -> Start:
         """Find this CTA's first segment, and start copying its first tiles."""
@@ -299,12 +298,14 @@ class XqaProgram(GridProgram):
         """Copy the first tiles by the page ids that were read before the preceding kernel ended. Meanwhile read lengths
         and page ids again, and start anew where any has changed."""
         partition, share, segment = make_partition(self.spec, p), early.share, early.segment
-        seen, words = partition.seen(), query_rows.load(segment)
+        seen, words, lengths = partition.seen(), query_rows.load(segment), partition.lengths()
         tiles = self.warp_tiles(p, segment, share)
         kv = bounded(self.paged_kv(p, segment), segment, ptx.load_word_if)
         *token_pages, following = self.first_page_ids(kv, tiles, self.memory.prefetch_distance + 1)
         self.copy_first_tiles(kv, tiles, early.token_pages)
-        if cutlass.or_(early.have_changed(seen, token_pages), begins_with_queries(p)):
+        share, segment, right = partition.settled(share, segment, lengths)
+        elsewhere = cutlass.or_(early.have_changed(seen, token_pages), begins_with_queries(p))
+        if cutlass.or_(elsewhere, cutlass.not_(right)):
             ptx.cp_async_wait(0)
             ptx.sync_warp()
             share, segment = partition.found(seen)

@@ -12,8 +12,9 @@ The grid is [CTA groups, shares of a group]. All groups have equal sequences, so
 read the same tokens of different heads at the same time: those lie side by side in the cache and share lines of L2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple
 
 import cutlass
@@ -165,7 +166,10 @@ class Partition:
 
     def cost(self, index: Int32) -> Int32:
         """Number of positions that a request takes in the sequence of the CTA group."""
-        cost = (self.request(index).tiles + self.p.overhead) * self.p.units_per_cta_group
+        return self.cost_of(index, self.kv_len(index))
+
+    def cost_of(self, index: Int32, kv_len: Int32) -> Int32:
+        cost = (self.request_of(index, kv_len).tiles + self.p.overhead) * self.p.units_per_cta_group
         return ptx.select(index < self.p.batch, cost, Int32(0))
 
     def first_segment(self) -> tuple[Share, Segment]:
@@ -175,6 +179,18 @@ class Partition:
     def seen(self) -> list[Int32]:
         """What tells the share of a few requests: each lane reads its own part of it, all at once."""
         return []
+
+    def guess(self, seen: list[Int32]) -> tuple[Share, Segment]:
+        """The same before the preceding kernel has ended, when lengths may be stale."""
+        return self.found(seen)
+
+    def lengths(self) -> list[Int32]:
+        """Lengths by which `settled` judges a guess."""
+        return []
+
+    def settled(self, share: Share, segment: Segment, lengths: list[Int32]) -> tuple[Share, Segment, Boolean]:
+        """A guess by what was seen now, the same as before; whether it is right."""
+        return share, segment, Boolean(True)
 
     @cute.jit
     def found(self, seen: list[Int32]) -> tuple[Share, Segment]:
@@ -192,12 +208,15 @@ class Partition:
         return share, Segment(index, unit, before + passed * length + p.overhead, first_page, request)
 
     @cute.jit
-    def costs(self) -> Costs:
-        """The costs of all requests: lane l sums those of a run of them."""
+    def costs(self, lengths: Sequence[Int32] = ()) -> Costs:
+        """The costs of all requests: lane l sums those of a run of them, of which the `lengths` of the first ones have
+        been read."""
         p, lane = self.p, cute.arch.thread_idx()[0] & 31
         run = (p.batch + 31) >> 5
-        own, longest = Int32(0), Int32(0)
-        for i in cutlass.range(0, run, unroll=4):
+        known = (self.cost_of(lane * run + i, length) for i, length in enumerate(lengths))
+        known = [ptx.select(i < run, cost, Int32(0)) for i, cost in enumerate(known)]
+        own, longest = sum(known, Int32(0)), reduce(ptx.maximum, known, Int32(0))
+        for i in cutlass.range(len(lengths), run, unroll=4):
             cost = self.cost(lane * run + i)
             own, longest = own + cost, ptx.maximum(longest, cost)
         return Costs(run, own, self.reach(own), longest)

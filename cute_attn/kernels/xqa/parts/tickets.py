@@ -19,6 +19,7 @@ from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 
 BEYOND = 1 << 30  # position of no tile
+AT_ONCE = 4  # lengths that a lane reads together
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,42 @@ class TicketPartition(EvenPartition):
 
     spec: XqaSpec
 
+    def seen(self) -> list[Int32]:
+        """Of the segment of this CTA's first ticket, where tiles are read ahead."""
+        index = ptx.divide(self.number, self.p.units_per_cta_group)
+        return [self.first_page(index), self.kv_len(index)] if self.spec.prefetch else []
+
+    def guess(self, seen: list[Int32]) -> tuple[Share, Segment]:
+        """The segment of the first ticket as a whole; without tiles where it is too long for that."""
+        first_page, kv_len = seen
+        share = Share(Int32(0), Int32(BEYOND), Int32(BEYOND), Int32(0))
+        segment = self.segment_of(self.number, share, first_page, kv_len)
+        tiles, most = segment.request.tiles, 2 * self.p.dealt - self.p.overhead
+        request = segment.request._replace(tiles=ptx.select(tiles <= most, tiles, Int32(0)))
+        return share, segment._replace(request=request)
+
+    def lengths(self) -> list[Int32]:
+        lane, run = cute.arch.thread_idx()[0] & 31, (self.p.batch + 31) >> 5
+        places = (ptx.select(i < run, lane * run + i, self.p.batch) for i in range(AT_ONCE))
+        return [self.kv_len(index) for index in places] if self.spec.prefetch else []
+
+    @cute.jit
+    def settled(self, share: Share, segment: Segment, lengths: list[Int32]) -> tuple[Share, Segment, Boolean]:
+        """It is right where all CTAs have whole segments, and not several of them from the start."""
+        share = self.share(self.costs(lengths))
+        first = self.number * share.pitch
+        right = isa.all_of([share.pitch > 0, share.pitch <= 2 * self.p.dealt, share.begin == first])
+        return share, segment._replace(start=first + self.p.overhead), right
+
     def share(self, costs: Costs) -> Share:
         ctas, cta = self.shares, self.number
         share = super().share(costs)
         longest = ptx.divide(ptx.warp_maximum(costs.longest), self.p.units_per_cta_group)
         equal = self.per_share(ptx.shuffle_from(costs.reach, Int32(31)) + ctas - 1)
-        dealt = isa.all_of([self.segments > ctas, longest <= self.most(equal)])
+        dealt = [longest <= self.most(equal)]
+        if not self.spec.prefetch:  # TODO
+            dealt.append(self.segments > ctas)
+        dealt = isa.all_of(dealt)
         total = self.segments * longest
         return Share(
             ptx.select(dealt, cta * longest, share.begin),
@@ -70,7 +101,9 @@ class TicketPartition(EvenPartition):
     def next_segment(self, segment: Segment, share: Share) -> Segment:
         following = segment
         if self.dealt(share):
-            following = self.segment_of(self.next_ticket(segment, share), share)
+            ticket = self.next_ticket(segment, share)
+            index = ptx.divide(ticket, self.p.units_per_cta_group)
+            following = self.segment_of(ticket, share, self.first_page(index), self.kv_len(index))
         else:
             following = EvenPartition.next_segment(self, segment, share)
         return following
@@ -90,11 +123,11 @@ class TicketPartition(EvenPartition):
         """Address of the next ticket: the word in which other partitions count arrivals at a segment that was cut."""
         return shared_memory() + XqaMemory(self.spec).ticket
 
-    def segment_of(self, ticket: Int32, share: Share) -> Segment:
+    def segment_of(self, ticket: Int32, share: Share, first_page: Int32, kv_len: Int32) -> Segment:
         index = ptx.divide(ticket, self.p.units_per_cta_group)
         unit = (ticket - index * self.p.units_per_cta_group) * self.unit_step + self.first_unit
         start = ticket * share.pitch + self.p.overhead
-        return Segment(index, unit, start, self.first_page(index), self.request(index))
+        return Segment(index, unit, start, first_page, self.request_of(index, kv_len))
 
     @cute.jit
     def draw(self, share: Share) -> Int32:
