@@ -52,7 +52,8 @@ class TicketPartition(EvenPartition):
         """It is right where all CTAs have whole segments, and not several of them from the start."""
         share = self.share(self.costs(lengths))
         first = self.number * share.pitch
-        right = isa.all_of([share.pitch > 0, share.pitch <= 2 * self.p.dealt, share.begin == first])
+        pitch = share.pitch
+        right = isa.all_of([pitch > 0, pitch <= 2 * self.p.dealt, pitch <= share.size, share.begin == first])
         return share, segment._replace(start=first + self.p.overhead), right
 
     def share(self, costs: Costs) -> Share:
