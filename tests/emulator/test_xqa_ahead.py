@@ -42,15 +42,19 @@ CASES = {
     "shares, several units": (XqaCase((33, 90, 1), heads=(12, 6)), "1x3x16x7a1", SOME),
     "shares of windows": (XqaCase((500, 20, 401), kv="e4m3", window_left=70, heads=(4, 1)), "2x2x32x2a1", 64),
     "shares of a long segment": (XqaCase((40, 700, 9, 30), heads=(8, 2)), "2x3x16x4a1", AGAIN),
-    "shares of several long segments": (XqaCase((1200,) * 4, heads=(4, 1)), "4x3x16x1a1", 0),
+    "shares of several long segments": (XqaCase((1200,) * 4, heads=(4, 1)), "4x3x16x1a1", SOME),
     "shares of parts of segments": (XqaCase((520, 500), heads=(4, 1)), "4x3x16x2a1", AGAIN),
     "shares of one CTA": (XqaCase((600, 40), heads=(4, 1)), "4x3x16x1a1", AGAIN),
     "shares of more requests than are read at once": (XqaCase((*(20, 3) * 70, 90), heads=(2, 1)), "1x3x16x8a1", SOME),
     "shares, queries of several tokens": (
-        XqaCase((90, 200), heads=(4, 1), q_len=3, q_lens=(1, 3)), "2x3x16x1a1", SOME,
+        XqaCase((90, 200), heads=(4, 1), q_len=3, q_lens=(1, 3)),
+        "2x3x16x1a1",
+        SOME,
     ),
     "shares, windows of unequal queries": (
-        XqaCase((90, 200), heads=(8, 2), q_len=3, q_lens=(1, 3), window_left=40), "4x3x16x1a1", 0,
+        XqaCase((90, 200), heads=(8, 2), q_len=3, q_lens=(1, 3), window_left=40),
+        "4x3x16x1a1",
+        0,
     ),
     "queries of several tokens": (XqaCase((90, 200), heads=(4, 1), q_len=3, q_lens=(1, 3)), "2x3x16x1c4a1", SOME),
     # Their windows begin elsewhere than those of as many queries each: nothing is copied early, and nothing twice.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
@@ -203,11 +203,12 @@ class XqaProgram(GridProgram):
             if cutlass.const_expr(self.spec.prefetch > 0):
                 early = self.read_ahead(params)
             ptx.grid_dependency_wait()
-        if cutlass.const_expr(self.pdl and self.spec.whole):
+        at_once = self.spec.whole or (self.guesses and self.spec.prefetch > 0)
+        if cutlass.const_expr(self.pdl and at_once):
             ptx.grid_dependency_launch()  # at once: the time of a short segment is what the next launch has
         query_rows = QueryRows(self.spec, self.memory, self.team, self.format, params)
         share, segment, words, token_pages = self.start(params, query_rows, early)
-        if cutlass.const_expr(self.pdl and not self.spec.whole):
+        if cutlass.const_expr(self.pdl and not at_once):
             ptx.grid_dependency_launch()  # now, so that what the next launch fetches does not delay the first copies
         finish = FinalEpilogue.of(params).scaled(Float32(self.format.dequant_factor))
         scale, turn = log2_scale(params, self.format.dequant_factor), Int32(0)
@@ -231,6 +232,11 @@ class XqaProgram(GridProgram):
             self.write_output(merge, partition.rows(segment), segment, share, work.warp_tiles.split, ticket)
             segment, turn = following, turn + 1
         ptx.cp_async_wait(0)
+
+    @property
+    def guesses(self) -> bool:
+        """Whether CTAs that read ahead guess their first segment: their shares follow from the lengths of all requests."""
+        return self.spec.work == "shares"
 
     # --- components -------------------------------------------------------------------------------------------------
 
@@ -276,8 +282,8 @@ class XqaProgram(GridProgram):
         """Read where this warp's first tiles are before the preceding kernel has ended, and fetch some into L2."""
         # By lengths that may change, with `q_len` queries per request.
         partition = make_partition(self.spec, p._replace(q_indptr=Int64(0)), isa.load_early_if)
-        seen = partition.seen()
-        share, segment = early_segment(partition.guess(seen), p)
+        seen = partition.ticket_seen() if self.guesses else partition.seen()
+        share, segment = early_segment(partition.guess(seen) if self.guesses else partition.found(seen), p)
         kv, tiles = bounded(self.paged_kv(p, segment), segment, isa.load_early_if), self.warp_tiles(p, segment, share)
         fetched, copied = self.spec.prefetch, self.memory.prefetch_distance
         token_pages = self.first_page_ids(kv, tiles, max(fetched, copied))
@@ -288,7 +294,8 @@ class XqaProgram(GridProgram):
     def start(self, p: Any, query_rows: QueryRows, early: EarlyTiles | None) -> Start:
         """Find this CTA's first segment, and start copying its first tiles."""
         if early is not None:
-            return self.start_early(p, query_rows, early)
+            start = self.start_guessed if self.guesses else self.start_early
+            return start(p, query_rows, early)
         share, segment = make_partition(self.spec, p).first_segment()
         words = query_rows.load(segment)
         return Start(share, segment, words, self.load_prologue(p, segment, share))
@@ -298,14 +305,9 @@ class XqaProgram(GridProgram):
         """Copy the first tiles by the page ids that were read before the preceding kernel ended. Meanwhile read lengths
         and page ids again, and start anew where any has changed."""
         partition, share, segment = make_partition(self.spec, p), early.share, early.segment
-        seen, words, lengths = partition.seen(), query_rows.load(segment), partition.lengths()
-        tiles = self.warp_tiles(p, segment, share)
-        kv = bounded(self.paged_kv(p, segment), segment, ptx.load_word_if)
-        *token_pages, following = self.first_page_ids(kv, tiles, self.memory.prefetch_distance + 1)
-        self.copy_first_tiles(kv, tiles, early.token_pages)
-        share, segment, right = partition.settled(share, segment, lengths)
-        elsewhere = cutlass.or_(early.have_changed(seen, token_pages), begins_with_queries(p))
-        if cutlass.or_(elsewhere, cutlass.not_(right)):
+        seen = partition.seen()
+        words, token_pages, following = self.copy_early(p, query_rows, early)
+        if cutlass.or_(early.have_changed(seen, token_pages), begins_with_queries(p)):
             ptx.cp_async_wait(0)
             ptx.sync_warp()
             share, segment = partition.found(seen)
@@ -314,6 +316,41 @@ class XqaProgram(GridProgram):
         elif p.q_indptr != Int64(0):
             segment = segment._replace(request=partition.request(segment.index))
             words = query_rows.load(segment)
+        return Start(share, segment, words, following)
+
+    def copy_early(
+        self, p: Any, query_rows: QueryRows, early: EarlyTiles
+    ) -> tuple[list[Int32], list[TokenPages], TokenPages]:
+        """Copy the first tiles by the page ids that were read before the preceding kernel ended, and read Q, these page
+        ids again, and those of the tile that follows."""
+        share, segment = early.share, early.segment
+        words, tiles = query_rows.load(segment), self.warp_tiles(p, segment, share)
+        kv = bounded(self.paged_kv(p, segment), segment, ptx.load_word_if)
+        *token_pages, following = self.first_page_ids(kv, tiles, self.memory.prefetch_distance + 1)
+        self.copy_first_tiles(kv, tiles, early.token_pages)
+        return words, token_pages, following
+
+    @cute.jit
+    def start_guessed(self, p: Any, query_rows: QueryRows, early: EarlyTiles) -> Start:
+        """Copy the first tiles of the segment that this CTA has if all are short. Meanwhile read all lengths, and start
+        anew where it has another one, or this one has changed."""
+        partition, segment, right = make_partition(self.spec, p), early.segment, Boolean(False)
+        lengths, words = partition.lengths(), query_rows.no_words()
+        following = self.paged_kv(p, segment).no_pages()
+        if partition.trusts(segment):
+            seen = partition.ticket_seen()
+            words, token_pages, following = self.copy_early(p, query_rows, early)
+            right = cutlass.not_(early.have_changed(seen, token_pages))
+        costs = partition.costs(lengths)
+        share = partition.share(costs)
+        if isa.all_of([right, partition.begins_with_ticket(share)]):
+            segment = segment._replace(start=share.begin + p.overhead)
+        else:
+            ptx.cp_async_wait(0)
+            ptx.sync_warp()
+            segment = partition.first_of(share, costs)
+            words = query_rows.load(segment)
+            following = self.load_prologue(p, segment, share)
         return Start(share, segment, words, following)
 
     def load_prologue(self, p: Any, segment: Segment, share: Share) -> TokenPages:

@@ -32,19 +32,22 @@ DEALT = 36  # positions of a segment that CTAs take whole as they become free, s
 
 
 class Shape(NamedTuple):
-    """What is known of a launch when its kernel is chosen. None: not known."""
+    """What is known of a launch when its kernel is chosen."""
 
     requests: int
     kv_heads: int = 1
-    units: int = 1  # of one request: blocks of at most MOST_ROWS rows of a kv head
-    keys: int | None = None  # most keys of a segment, in all launches: of a request, or within its window
-    segments: int | None = None  # of blocks of at most `most_rows` rows; None: requests x units
-    rows: int | None = None  # packed query rows of a request and kv head
+    keys: int | None = (
+        None  # most keys of a segment, in all launches: of a request, or within its window; None: unknown
+    )
+    rows: int = 1  # packed query rows of a request and kv head
 
-
-def most_rows(head_dim: int) -> int:
-    """Return the most packed query rows that a CTA has at a time."""
-    return 8 * _row_blocks(head_dim, REGISTER_DIMS)
+    def numbers(self, head_dim: int) -> dict[str, int]:
+        """Return the numbers that rules name: `units` of a request have at most MOST_ROWS rows, segments as many as a
+        CTA has at a time."""
+        pairs, most = self.requests * self.kv_heads, 8 * _row_blocks(head_dim, REGISTER_DIMS)
+        units = self.kv_heads * -(-self.rows // MOST_ROWS)
+        segments = pairs * -(-self.rows // most)
+        return {"requests": self.requests, "pairs": pairs, "units": units, "segments": segments, "rows": self.rows}
 
 
 def _row_blocks(head_dim: int, register_dims: int) -> int:
@@ -97,8 +100,7 @@ _SHORTS, _WINDOWS = up_to(SHORT), up_to(SHORTEST)  # keys
 _FEW_PAIRS, _NARROW = up_to(FEW), up_to(128)  # bytes of a row of K
 _WHOLE_MEASURED = "measured by `perf.tune decode-windows`"
 _SHORT = (
-    _rule(Ring(2, 2, 8, 2048, work="whole"), row=up_to(32), keys=_SHORTS, note=_WHOLE_MEASURED),
-    _rule(Ring(2, 2, 8, 4096, work="whole"), row=up_to(64), keys=_SHORTS, note=_WHOLE_MEASURED),
+    _rule(Ring(2, 2, 8, 4096, most=32, work="whole"), row=up_to(64), keys=_SHORTS, note=_WHOLE_MEASURED),
     _rule(Ring(4, 2, 4, 4096, work="whole"), row=_NARROW, keys=_SHORTS, note=_WHOLE_MEASURED),
     _rule(Ring(4, 3, 2, 8192, work="whole"), keys=_SHORTS, note=_WHOLE_MEASURED),
 )
@@ -195,8 +197,8 @@ RULES = {
     for major, of_bits in {9: HOPPER, 10: FAST_MEMORY, 0: DEFAULT}.items()
     for bits, rules in of_bits.items()
 }
-_NAMES = "keys", "requests", "pairs", "segments"  # of what varies from step to step of an engine
-STEPS = {name: steps([rule for rules in RULES.values() for rule in rules], name) for name in _NAMES}
+PER_STEP = "requests", "pairs", "segments"  # what varies with the requests of a step of an engine, beside keys
+STEPS = {name: steps([rule for rules in RULES.values() for rule in rules], name) for name in ("keys", *PER_STEP)}
 IN_FLIGHT = {10: 64 << 10}  # bytes that a ring keeps on their way to an SM, likewise
 
 
@@ -207,10 +209,7 @@ def rules_of(arch: Arch, bits: int) -> tuple[Rule[Rings], ...]:
 
 def find(arch: Arch, bits: int, head_dim: int, shape: Shape) -> Rule[Rings]:
     """Return the rule that a launch follows over a cache of `bits` per element."""
-    row = head_dim * bits // 8
-    known = {**shape._asdict(), "head_dim": head_dim, "row": row, "pairs": shape.requests * shape.kv_heads}
-    if shape.segments is None:
-        known["segments"] = shape.requests * shape.units
+    known = {"keys": shape.keys, "head_dim": head_dim, "row": head_dim * bits // 8, **shape.numbers(head_dim)}
     return first(rules_of(arch, bits), known)
 
 

@@ -28,43 +28,38 @@ class TicketPartition(EvenPartition):
 
     spec: XqaSpec
 
-    def seen(self) -> list[Int32]:
-        """Of the segment of this CTA's first ticket, where tiles are read ahead."""
+    def ticket_seen(self) -> list[Int32]:
+        """Place and length of the request of this CTA's first ticket."""
         index = ptx.divide(self.number, self.p.units_per_cta_group)
-        return [self.first_page(index), self.kv_len(index)] if self.spec.prefetch else []
+        return [self.first_page(index), self.kv_len(index)]
 
     def guess(self, seen: list[Int32]) -> tuple[Share, Segment]:
-        """The segment of the first ticket as a whole; without tiles where it is too long for that."""
-        first_page, kv_len = seen
+        """A share that begins with the segment of the first ticket, by what was `seen`."""
         share = Share(Int32(0), Int32(BEYOND), Int32(BEYOND), Int32(0))
-        segment = self.segment_of(self.number, share, first_page, kv_len)
-        tiles, most = segment.request.tiles, 2 * self.p.dealt - self.p.overhead
-        request = segment.request._replace(tiles=ptx.select(tiles <= most, tiles, Int32(0)))
-        return share, segment._replace(request=request)
+        return share, self.segment_of(self.number, share, seen)
+
+    def trusts(self, segment: Segment) -> Boolean:
+        """Whether a guess is worth copies: queries are not read early, and a long segment would be cut."""
+        p, most = self.p, 2 * self.p.dealt - self.p.overhead
+        return isa.all_of([segment.request.tiles <= most, p.q_indptr == Int64(0), p.pages > 0])
 
     def lengths(self) -> list[Int32]:
+        """Lengths of the first requests of this lane's run, read at once."""
         lane, run = cute.arch.thread_idx()[0] & 31, (self.p.batch + 31) >> 5
-        places = (ptx.select(i < run, lane * run + i, self.p.batch) for i in range(AT_ONCE))
-        return [self.kv_len(index) for index in places] if self.spec.prefetch else []
+        return [self.kv_len(ptx.select(i < run, lane * run + i, self.p.batch)) for i in range(AT_ONCE)]
 
-    @cute.jit
-    def settled(self, share: Share, segment: Segment, lengths: list[Int32]) -> tuple[Share, Segment, Boolean]:
-        """It is right where all CTAs have whole segments, and not several of them from the start."""
-        share = self.share(self.costs(lengths))
-        first = self.number * share.pitch
-        pitch = share.pitch
-        right = isa.all_of([pitch > 0, pitch <= 2 * self.p.dealt, pitch <= share.size, share.begin == first])
-        return share, segment._replace(start=first + self.p.overhead), right
+    def begins_with_ticket(self, share: Share) -> Boolean:
+        """Whether a share has the segment of the first ticket, and no part of it."""
+        pitch, most = share.pitch, 2 * self.p.dealt
+        return isa.all_of([pitch > 0, pitch <= most, pitch <= share.size, share.begin == self.number * pitch])
 
     def share(self, costs: Costs) -> Share:
         ctas, cta = self.shares, self.number
         share = super().share(costs)
         longest = ptx.divide(ptx.warp_maximum(costs.longest), self.p.units_per_cta_group)
         equal = self.per_share(ptx.shuffle_from(costs.reach, Int32(31)) + ctas - 1)
-        dealt = [longest <= self.most(equal)]
-        if not self.spec.prefetch:  # TODO
-            dealt.append(self.segments > ctas)
-        dealt = isa.all_of(dealt)
+        many = [] if self.spec.prefetch else [self.segments > ctas]
+        dealt = isa.all_of([*many, longest <= self.most(equal)])
         total = self.segments * longest
         return Share(
             ptx.select(dealt, cta * longest, share.begin),
@@ -102,9 +97,7 @@ class TicketPartition(EvenPartition):
     def next_segment(self, segment: Segment, share: Share) -> Segment:
         following = segment
         if self.dealt(share):
-            ticket = self.next_ticket(segment, share)
-            index = ptx.divide(ticket, self.p.units_per_cta_group)
-            following = self.segment_of(ticket, share, self.first_page(index), self.kv_len(index))
+            following = self.segment_of(self.next_ticket(segment, share), share)
         else:
             following = EvenPartition.next_segment(self, segment, share)
         return following
@@ -124,10 +117,12 @@ class TicketPartition(EvenPartition):
         """Address of the next ticket: the word in which other partitions count arrivals at a segment that was cut."""
         return shared_memory() + XqaMemory(self.spec).ticket
 
-    def segment_of(self, ticket: Int32, share: Share, first_page: Int32, kv_len: Int32) -> Segment:
+    def segment_of(self, ticket: Int32, share: Share, seen: list[Int32] | None = None) -> Segment:
+        """The segment of a ticket, whose place and length may have been `seen`."""
         index = ptx.divide(ticket, self.p.units_per_cta_group)
         unit = (ticket - index * self.p.units_per_cta_group) * self.unit_step + self.first_unit
         start = ticket * share.pitch + self.p.overhead
+        first_page, kv_len = seen or (self.first_page(index), self.kv_len(index))
         return Segment(index, unit, start, first_page, self.request_of(index, kv_len))
 
     @cute.jit
