@@ -343,7 +343,7 @@ class XqaProgram(GridProgram):
             right = cutlass.not_(early.have_changed(seen, token_pages))
         costs = partition.costs(lengths)
         share = partition.share(costs)
-        if isa.all_of([right, partition.begins_with_ticket(share)]):
+        if isa.all_of([right, share.begin == partition.number * share.pitch]):
             segment = segment._replace(start=share.begin + p.overhead)
         else:
             ptx.cp_async_wait(0)

@@ -48,11 +48,6 @@ class TicketPartition(EvenPartition):
         lane, run = cute.arch.thread_idx()[0] & 31, (self.p.batch + 31) >> 5
         return [self.kv_len(ptx.select(i < run, lane * run + i, self.p.batch)) for i in range(AT_ONCE)]
 
-    def begins_with_ticket(self, share: Share) -> Boolean:
-        """Whether a share has the segment of the first ticket, and no part of it."""
-        pitch, most = share.pitch, 2 * self.p.dealt
-        return isa.all_of([pitch > 0, pitch <= most, pitch <= share.size, share.begin == self.number * pitch])
-
     def share(self, costs: Costs) -> Share:
         ctas, cta = self.shares, self.number
         share = super().share(costs)
