@@ -203,12 +203,11 @@ class XqaProgram(GridProgram):
             if cutlass.const_expr(self.spec.prefetch > 0):
                 early = self.read_ahead(params)
             ptx.grid_dependency_wait()
-        at_once = self.spec.whole or (self.guesses and self.spec.prefetch > 0)
-        if cutlass.const_expr(self.pdl and at_once):
+        if cutlass.const_expr(self.pdl and self.spec.whole):
             ptx.grid_dependency_launch()  # at once: the time of a short segment is what the next launch has
         query_rows = QueryRows(self.spec, self.memory, self.team, self.format, params)
         share, segment, words, token_pages = self.start(params, query_rows, early)
-        if cutlass.const_expr(self.pdl and not at_once):
+        if cutlass.const_expr(self.pdl and not self.spec.whole):
             ptx.grid_dependency_launch()  # now, so that what the next launch fetches does not delay the first copies
         finish = FinalEpilogue.of(params).scaled(Float32(self.format.dequant_factor))
         scale, turn = log2_scale(params, self.format.dequant_factor), Int32(0)
@@ -333,22 +332,18 @@ class XqaProgram(GridProgram):
     @cute.jit
     def start_guessed(self, p: Any, query_rows: QueryRows, early: EarlyTiles) -> Start:
         """Copy the first tiles of the segment that this CTA has if all are short. Meanwhile read all lengths, and start
-        anew where it has another one, or this one has changed."""
-        partition, segment, right = make_partition(self.spec, p), early.segment, Boolean(False)
-        lengths, words = partition.lengths(), query_rows.no_words()
-        following = self.paged_kv(p, segment).no_pages()
+        anew where one is not, or this one has changed."""
+        partition, share, segment = make_partition(self.spec, p), early.share, early.segment
+        words, following, right = query_rows.no_words(), self.paged_kv(p, segment).no_pages(), Boolean(False)
         if partition.trusts(segment):
-            seen = partition.ticket_seen()
+            seen, lengths = partition.ticket_seen(), partition.lengths()
             words, token_pages, following = self.copy_early(p, query_rows, early)
-            right = cutlass.not_(early.have_changed(seen, token_pages))
-        costs = partition.costs(lengths)
-        share = partition.share(costs)
-        if isa.all_of([right, share.begin == partition.number * share.pitch]):
-            segment = segment._replace(start=share.begin + p.overhead)
-        else:
+            same = cutlass.not_(early.have_changed(seen, token_pages))
+            right = isa.all_of([partition.are_short(lengths), same])
+        if cutlass.not_(right):
             ptx.cp_async_wait(0)
             ptx.sync_warp()
-            segment = partition.first_of(share, costs)
+            share, segment = partition.first_segment()
             words = query_rows.load(segment)
             following = self.load_prologue(p, segment, share)
         return Start(share, segment, words, following)

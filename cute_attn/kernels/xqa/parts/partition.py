@@ -12,9 +12,8 @@ The grid is [CTA groups, shares of a group]. All groups have equal sequences, so
 read the same tokens of different heads at the same time: those lie side by side in the cache and share lines of L2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any, NamedTuple
 
 import cutlass
@@ -164,12 +163,10 @@ class Partition:
                 head = self.head(self.cta_group * self.spec.heads)  # the CTA's: `warp_index` needs all lanes
                 isa.prefetch_l2(isa.mad_wide(head * p.group.value, Int32(4), p.sinks))
 
-    def cost(self, index: Int32, kv_len: Int32 | None = None) -> Int32:
+    def cost(self, index: Int32) -> Int32:
         """Number of positions that a request takes in the sequence of the CTA group."""
-        request = self.request(index) if kv_len is None else self.request_of(index, kv_len)
-        return ptx.select(
-            index < self.p.batch, (request.tiles + self.p.overhead) * self.p.units_per_cta_group, Int32(0)
-        )
+        cost = (self.request(index).tiles + self.p.overhead) * self.p.units_per_cta_group
+        return ptx.select(index < self.p.batch, cost, Int32(0))
 
     def first_segment(self) -> tuple[Share, Segment]:
         """This CTA's share, and the segment in which it begins. Every warp computes both on its own."""
@@ -182,14 +179,9 @@ class Partition:
     @cute.jit
     def found(self, seen: list[Int32]) -> tuple[Share, Segment]:
         """The share and the segment, by what was `seen`."""
+        p = self.p
         costs = self.costs()
         share = self.share(costs)
-        return share, self.first_of(share, costs)
-
-    @cute.jit
-    def first_of(self, share: Share, costs: Costs) -> Segment:
-        """The segment in which a share begins."""
-        p = self.p
         index, before = self.find(costs, share)
         request, first_page = self.request(index), self.first_page(index)
         length = self.length(request, share)
@@ -197,17 +189,15 @@ class Partition:
         if p.units_per_cta_group > 1:
             passed = ptx.divide(share.begin - before, length)
         unit = passed * self.unit_step + self.first_unit
-        return Segment(index, unit, before + passed * length + p.overhead, first_page, request)
+        return share, Segment(index, unit, before + passed * length + p.overhead, first_page, request)
 
     @cute.jit
-    def costs(self, lengths: Sequence[Int32] = ()) -> Costs:
-        """The costs of all requests: lane l sums those of a run of them, of which the first `lengths` were read."""
+    def costs(self) -> Costs:
+        """The costs of all requests: lane l sums those of a run of them."""
         p, lane = self.p, cute.arch.thread_idx()[0] & 31
         run = (p.batch + 31) >> 5
-        every = [self.cost(lane * run + i, length) for i, length in enumerate(lengths)]
-        read = [ptx.select(i < run, cost, Int32(0)) for i, cost in enumerate(every)]
-        own, longest = sum(read, Int32(0)), reduce(ptx.maximum, read, Int32(0))
-        for i in cutlass.range(len(lengths), run, unroll=4):
+        own, longest = Int32(0), Int32(0)
+        for i in cutlass.range(0, run, unroll=4):
             cost = self.cost(lane * run + i)
             own, longest = own + cost, ptx.maximum(longest, cost)
         return Costs(run, own, self.reach(own), longest)

@@ -8,13 +8,14 @@ of the longest one in the sequence (`Share.pitch`), and the share of a CTA is th
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.scalars import shared_memory
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.partition import Costs, EvenPartition, KvSplit, Segment, Share
+from cute_attn.kernels.xqa.parts.partition import Costs, EvenPartition, KvSplit, Request, Segment, Share
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 
@@ -34,19 +35,32 @@ class TicketPartition(EvenPartition):
         return [self.first_page(index), self.kv_len(index)]
 
     def guess(self, seen: list[Int32]) -> tuple[Share, Segment]:
-        """A share that begins with the segment of the first ticket, by what was `seen`."""
-        share = Share(Int32(0), Int32(BEYOND), Int32(BEYOND), Int32(0))
+        """The share where all segments are short, and its first one, by what was `seen`."""
+        pitch = self.p.dealt
+        share = Share(self.number * pitch, self.segments * pitch, Int32(BEYOND), pitch)
         return share, self.segment_of(self.number, share, seen)
 
     def trusts(self, segment: Segment) -> Boolean:
-        """Whether a guess is worth copies: queries are not read early, and a long segment would be cut."""
-        p, most = self.p, 2 * self.p.dealt - self.p.overhead
-        return isa.all_of([segment.request.tiles <= most, p.q_indptr == Int64(0), p.pages > 0])
+        """Whether a guess may be right: as far as this segment tells. Queries are not read early."""
+        return isa.all_of([self.p.q_indptr == Int64(0), self.p.pages > 0, self.is_short(segment.request)])
+
+    def is_short(self, request: Request) -> Boolean:
+        """Whether a segment is dealt out whatever the others are."""
+        return request.tiles + self.p.overhead <= self.p.dealt
 
     def lengths(self) -> list[Int32]:
-        """Lengths of the first requests of this lane's run, read at once."""
-        lane, run = cute.arch.thread_idx()[0] & 31, (self.p.batch + 31) >> 5
-        return [self.kv_len(ptx.select(i < run, lane * run + i, self.p.batch)) for i in range(AT_ONCE)]
+        """Lengths of this lane's first requests, read at once."""
+        return [self.kv_len((cute.arch.thread_idx()[0] & 31) + 32 * i) for i in range(AT_ONCE)]
+
+    @cute.jit
+    def are_short(self, lengths: list[Int32]) -> Boolean:
+        """Whether all segments are short; `lengths`: the first ones."""
+        lane, short = cute.arch.thread_idx()[0] & 31, Boolean(True)
+        for i in cutlass.range_constexpr(AT_ONCE):
+            short = isa.all_of([short, self.is_short(self.request_of(lane + 32 * i, lengths[i]))])
+        for index in cutlass.range(lane + 32 * AT_ONCE, self.p.batch, 32, unroll=4):
+            short = isa.all_of([short, self.is_short(self.request(index))])
+        return isa.ballot(cutlass.not_(short)) == Int32(0)
 
     def share(self, costs: Costs) -> Share:
         ctas, cta = self.shares, self.number
