@@ -43,7 +43,7 @@ from cute_attn.kernels.xqa.parts.partition import (
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, log2_scale
 from cute_attn.kernels.xqa.parts.team import HeadWarp, LoneWarp, WarpTeam
-from cute_attn.kernels.xqa.parts.tickets import TicketPartition
+from cute_attn.kernels.xqa.parts.tickets import GuessPartition, TicketPartition
 from cute_attn.kernels.xqa.parts.warp_merge import ClusterMerge, EvenMerge, HeadMerge, WarpMerge, WholeMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import Work, XqaSpec
@@ -172,6 +172,8 @@ def make_partition(spec: XqaSpec, p: Any, load: Load = ptx.load_word_if) -> Part
     # (H200).
     if spec.work == "shares" and spec.kv_bits == 4:
         return Partition(p, spec, load=load)
+    if spec.work == "shares" and spec.prefetch:
+        return GuessPartition(p, spec, load=load)
     return KINDS[spec.work].partition(p, spec, load=load)
 
 
@@ -232,11 +234,6 @@ class XqaProgram(GridProgram):
             segment, turn = following, turn + 1
         ptx.cp_async_wait(0)
 
-    @property
-    def guesses(self) -> bool:
-        """Whether CTAs that read ahead guess their first segment: their shares follow from the lengths of all requests."""
-        return self.spec.work == "shares"
-
     # --- components -------------------------------------------------------------------------------------------------
 
     def ring_start(self) -> Int32:
@@ -281,8 +278,8 @@ class XqaProgram(GridProgram):
         """Read where this warp's first tiles are before the preceding kernel has ended, and fetch some into L2."""
         # By lengths that may change, with `q_len` queries per request.
         partition = make_partition(self.spec, p._replace(q_indptr=Int64(0)), isa.load_early_if)
-        seen = partition.ticket_seen() if self.guesses else partition.seen()
-        share, segment = early_segment(partition.guess(seen) if self.guesses else partition.found(seen), p)
+        seen = partition.seen()
+        share, segment = early_segment(partition.found(seen), p)
         kv, tiles = bounded(self.paged_kv(p, segment), segment, isa.load_early_if), self.warp_tiles(p, segment, share)
         fetched, copied = self.spec.prefetch, self.memory.prefetch_distance
         token_pages = self.first_page_ids(kv, tiles, max(fetched, copied))
@@ -293,7 +290,7 @@ class XqaProgram(GridProgram):
     def start(self, p: Any, query_rows: QueryRows, early: EarlyTiles | None) -> Start:
         """Find this CTA's first segment, and start copying its first tiles."""
         if early is not None:
-            start = self.start_guessed if self.guesses else self.start_early
+            start = self.start_guessed if self.spec.work == "shares" else self.start_early
             return start(p, query_rows, early)
         share, segment = make_partition(self.spec, p).first_segment()
         words = query_rows.load(segment)
@@ -333,10 +330,10 @@ class XqaProgram(GridProgram):
     def start_guessed(self, p: Any, query_rows: QueryRows, early: EarlyTiles) -> Start:
         """Copy the first tiles of the segment that this CTA has if all are short. Meanwhile read all lengths, and start
         anew where one is not, or this one has changed."""
-        partition, share, segment = make_partition(self.spec, p), early.share, early.segment
+        partition, share, segment = GuessPartition(p, self.spec), early.share, early.segment
         words, following, right = query_rows.no_words(), self.paged_kv(p, segment).no_pages(), Boolean(False)
-        if partition.trusts(segment):
-            seen, lengths = partition.ticket_seen(), partition.lengths()
+        if partition.may_be_right(segment):
+            seen, lengths = partition.seen(), partition.lengths()
             words, token_pages, following = self.copy_early(p, query_rows, early)
             same = cutlass.not_(early.have_changed(seen, token_pages))
             right = isa.all_of([partition.are_short(lengths), same])

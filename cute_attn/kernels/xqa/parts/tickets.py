@@ -29,45 +29,12 @@ class TicketPartition(EvenPartition):
 
     spec: XqaSpec
 
-    def ticket_seen(self) -> list[Int32]:
-        """Place and length of the request of this CTA's first ticket."""
-        index = ptx.divide(self.number, self.p.units_per_cta_group)
-        return [self.first_page(index), self.kv_len(index)]
-
-    def guess(self, seen: list[Int32]) -> tuple[Share, Segment]:
-        """The share where all segments are short, and its first one, by what was `seen`."""
-        pitch = self.p.dealt
-        share = Share(self.number * pitch, self.segments * pitch, Int32(BEYOND), pitch)
-        return share, self.segment_of(self.number, share, seen)
-
-    def trusts(self, segment: Segment) -> Boolean:
-        """Whether a guess may be right: as far as this segment tells. Queries are not read early."""
-        return isa.all_of([self.p.q_indptr == Int64(0), self.p.pages > 0, self.is_short(segment.request)])
-
-    def is_short(self, request: Request) -> Boolean:
-        """Whether a segment is dealt out whatever the others are."""
-        return request.tiles + self.p.overhead <= self.p.dealt
-
-    def lengths(self) -> list[Int32]:
-        """Lengths of this lane's first requests, read at once."""
-        return [self.kv_len((cute.arch.thread_idx()[0] & 31) + 32 * i) for i in range(AT_ONCE)]
-
-    @cute.jit
-    def are_short(self, lengths: list[Int32]) -> Boolean:
-        """Whether all segments are short; `lengths`: the first ones."""
-        lane, short = cute.arch.thread_idx()[0] & 31, Boolean(True)
-        for i in cutlass.range_constexpr(AT_ONCE):
-            short = isa.all_of([short, self.is_short(self.request_of(lane + 32 * i, lengths[i]))])
-        for index in cutlass.range(lane + 32 * AT_ONCE, self.p.batch, 32, unroll=4):
-            short = isa.all_of([short, self.is_short(self.request(index))])
-        return isa.ballot(cutlass.not_(short)) == Int32(0)
-
     def share(self, costs: Costs) -> Share:
         ctas, cta = self.shares, self.number
         share = super().share(costs)
         longest = ptx.divide(ptx.warp_maximum(costs.longest), self.p.units_per_cta_group)
         equal = self.per_share(ptx.shuffle_from(costs.reach, Int32(31)) + ctas - 1)
-        many = [] if self.spec.prefetch else [self.segments > ctas]
+        many = [] if self.spec.prefetch else [self.segments > ctas]  # a guess needs no other reason
         dealt = isa.all_of([*many, longest <= self.most(equal)])
         total = self.segments * longest
         return Share(
@@ -151,3 +118,45 @@ class TicketPartition(EvenPartition):
         """Store a ticket that was drawn, between two barriers of the CTA."""
         if ticket > 0:
             ptx.st_shared_b32(self.place, 0, ticket)
+
+
+@dataclass(frozen=True)
+class GuessPartition(TicketPartition):
+    """Partition whose CTAs guess their first segment before the preceding kernel has ended: that of their first ticket,
+    which they have if all segments are short. Its place and length tell where the first tiles are, and these are copied
+    while the lengths of all requests are read."""
+
+    def seen(self) -> list[Int32]:
+        index = ptx.divide(self.number, self.p.units_per_cta_group)
+        return [self.first_page(index), self.kv_len(index)]
+
+    def found(self, seen: list[Int32]) -> tuple[Share, Segment]:
+        """The share and the segment if all are short."""
+        pitch = self.p.dealt
+        share = Share(self.number * pitch, self.segments * pitch, Int32(BEYOND), pitch)
+        return share, self.segment_of(self.number, share, seen)
+
+    def first_segment(self) -> tuple[Share, Segment]:
+        return super().found([])
+
+    def may_be_right(self, segment: Segment) -> Boolean:
+        """Whether a guess may be right, as far as the guessed segment tells. Queries are not read early."""
+        return isa.all_of([self.p.q_indptr == Int64(0), self.p.pages > 0, self.is_short(segment.request)])
+
+    def is_short(self, request: Request) -> Boolean:
+        """Whether a segment is dealt out whatever the others are."""
+        return request.tiles + self.p.overhead <= self.p.dealt
+
+    def lengths(self) -> list[Int32]:
+        """Lengths of this lane's first requests, read at once."""
+        return [self.kv_len((cute.arch.thread_idx()[0] & 31) + 32 * i) for i in range(AT_ONCE)]
+
+    @cute.jit
+    def are_short(self, lengths: list[Int32]) -> Boolean:
+        """Whether all segments are short. `lengths`: the first ones."""
+        lane, short = cute.arch.thread_idx()[0] & 31, Boolean(True)
+        for i in cutlass.range_constexpr(AT_ONCE):
+            short = isa.all_of([short, self.is_short(self.request_of(lane + 32 * i, lengths[i]))])
+        for index in cutlass.range(lane + 32 * AT_ONCE, self.p.batch, 32, unroll=4):
+            short = isa.all_of([short, self.is_short(self.request(index))])
+        return isa.ballot(cutlass.not_(short)) == Int32(0)
