@@ -100,7 +100,8 @@ _SHORTS, _WINDOWS = up_to(SHORT), up_to(SHORTEST)  # keys
 _FEW_PAIRS, _NARROW = up_to(FEW), up_to(128)  # bytes of a row of K
 _WHOLE_MEASURED = "measured by `perf.tune decode-windows`"
 _SHORT = (
-    _rule(Ring(2, 2, 8, 4096, most=32, work="whole"), row=up_to(64), keys=_SHORTS, note=_WHOLE_MEASURED),
+    _rule(Ring(2, 2, 8, 2048, work="whole"), row=up_to(32), keys=_SHORTS, note=_WHOLE_MEASURED),
+    _rule(Ring(2, 2, 8, 4096, work="whole"), row=up_to(64), keys=_SHORTS, note=_WHOLE_MEASURED),
     _rule(Ring(4, 2, 4, 4096, work="whole"), row=_NARROW, keys=_SHORTS, note=_WHOLE_MEASURED),
     _rule(Ring(4, 3, 2, 8192, work="whole"), keys=_SHORTS, note=_WHOLE_MEASURED),
 )
@@ -125,7 +126,7 @@ FAST_MEMORY: dict[int, tuple[Rule[Rings], ...]] = {
 _QUICK = Ring(4, 3, 1, 8192, guests=1, most=32)
 # Small CTAs: a segment, or a kv head for each warp, of one segment or in shares.
 _SMALL, _PAIR, _TWO = Ring(4, 2, 4, 4096, most=32), Ring(2, 2, 8, 4096), Ring(4, 3, 2, 8192)
-_HEADS, _EVEN = _PAIR._replace(work="heads", prefetch=1), (_PAIR._replace(work="even"), _SMALL)
+_HEADS, _EVEN = _PAIR._replace(work="heads", prefetch=1), _PAIR._replace(work="even")
 _LONE, _DUAL = Ring(1, 3, 8, 8192), Ring(2, 3, 4, 8192)
 _ONE = range(1, 2)  # request
 
@@ -133,6 +134,11 @@ _ONE = range(1, 2)  # request
 def _whole(ring: Ring, prefetch: int = 0) -> Ring:
     """Return the ring for segments that one CTA processes alone."""
     return ring._replace(work="whole", prefetch=prefetch)
+
+
+def _guessed(*rings: Ring, note: str, **when: Collection[Any]) -> Rule[Rings]:
+    """Make a rule of rings of which those of shares guess their first segment (`parts.tickets`)."""
+    return _rule(*(ring._replace(prefetch=int(ring.work == "shares")) for ring in rings), note=note, **when)
 
 
 _SMALLEST, _AHEAD = _whole(_SMALL._replace(most=16), 3), _whole(Ring(8, 2, 2, 4096), 1)
@@ -148,7 +154,7 @@ _LONE_SHORT = "2048 keys of 8 kv heads in 8 bits take 4.4 us with 4 warps, 5.2 w
 _LONE_LONG = "131072 keys of 8 kv heads in 8 bits take 67.5 us with 8 warps, 79 with 4 (H200)"
 _NEXT_LAUNCH = "room for the next launch gains 1.16, but 0.8 over long keys of unequal lengths (H200, 2026-11-30)"
 _TILE_AHEAD = "a tile ahead gains 1.07 where all CTAs run at a time (H200, 2026-11-30)"
-_KEYS_AHEAD = "keys ahead of the preceding launch's end gain 1.02 (H200, 2026-11-29)"
+_GUESS = "TODO"
 _CUT = "1.09 (64 x 2048 keys) to 1.56 (256 x 3368 to 16539); of fewer pairs, whose segments it would cut, 0.74 (H200)"
 _16_OR_8_BITS = (
     # Windows of 128 keys. Few are fetched ahead; many have a warp or two each.
@@ -170,13 +176,12 @@ _16_OR_8_BITS = (
     _rule(_whole(_SMALL), _whole(_TWO), keys=_SHORTS, note=_SHORT_FIT),
     _rule(_whole(_TWO), keys=up_to(2 * SHORT), segments=above(4 * FEW - 1), row=range(129, 257), note=_SHORT_FIT),
     # Few pairs; shares of warps; others.
-    _rule(*_FEW_8_BIT, pairs=_FEW_PAIRS, row=up_to(64), note=_FIT),
-    _rule(_LARGE._replace(prefetch=1), pairs=_FEW_PAIRS, note=_KEYS_AHEAD),
-    _rule(*_EVEN, pairs=above(4 * FEW - 1), row=up_to(64), note=_CUT),
-    _rule(*_EVEN, pairs=above(EVEN - 1), row=range(128, 129), note=_FIT),
-    _rule(_TWO, keys=up_to(2 * SHORT), note=_SHORT_FIT),
-    _rule(_SMALL, row=_NARROW, note=_FIT),
-    _rule(_TWO, note=_FIT),
+    _guessed(*_FEW_8_BIT, pairs=_FEW_PAIRS, row=up_to(64), note=_GUESS),
+    _guessed(_LARGE, pairs=_FEW_PAIRS, note=_GUESS),
+    _guessed(_EVEN, _SMALL, _TWO, pairs=above(4 * FEW - 1), row=up_to(64), note=_CUT),
+    _guessed(_EVEN, _SMALL, _TWO, pairs=above(EVEN - 1), row=range(128, 129), note=_FIT),
+    _guessed(_TWO, keys=up_to(2 * SHORT), note=_SHORT_FIT),
+    _guessed(_SMALL, _TWO, note=_GUESS),
 )
 _CLUSTERED_NVFP4 = Ring(4, 3, 1, 4096, guests=1).in_clusters(8)._replace(prefetch=0)  # block scales are not fetched
 HOPPER: dict[int, tuple[Rule[Rings], ...]] = {
