@@ -29,8 +29,10 @@ pytestmark = pytest.mark.emulator
 
 ALL, SOME, AGAIN = 1 << 20, -1, -2
 WINDOW: dict[str, Any] = {"head_dim": 64, "window_left": 127, "sinks": True}
+DRAFTS: dict[str, Any] = {"q_len": 3, "q_lens": (1, 3)}
 # (case, ring, keys of every request in the first tiles, from that of the first key on; AGAIN: some tiles are copied
-# twice, as the CTA's first segment is not the one that it guessed).
+# twice, as the CTA's first segment is not the one that it guessed). Windows of unequal queries begin elsewhere than
+# those of as many queries each: nothing is copied early, and nothing twice.
 CASES = {
     "a tile of a window for each warp": (XqaCase((500, 0, 1, 133), heads=(16, 2), **WINDOW), "4x2x16x4wa3", ALL),
     "windows, a head each": (XqaCase((500, 0, 1, 40, 133), kv="e4m3", heads=(32, 4), **WINDOW), "2x2x32x8ha1", 32),
@@ -40,29 +42,15 @@ CASES = {
     "shares of many requests": (XqaCase((40,) * 35, kv="e4m3", heads=(4, 1)), "2x3x16x1a2", SOME),
     "shares, a segment each": (XqaCase((40, 0, 100, 9), heads=(8, 2), sinks=True), "2x3x16x4a1", 32),
     "shares, several units": (XqaCase((33, 90, 1), heads=(12, 6)), "1x3x16x7a1", SOME),
+    "shares, a pair of warps a tile": (XqaCase((70, 5), kv="e4m3", heads=(4, 1), head_dim=512), "2x2x16x2a1", SOME),
     "shares of windows": (XqaCase((500, 20, 401), kv="e4m3", window_left=70, heads=(4, 1)), "2x2x32x2a1", 64),
     "shares of a long segment": (XqaCase((40, 700, 9, 30), heads=(8, 2)), "2x3x16x4a1", AGAIN),
-    "shares of several long segments": (XqaCase((1200,) * 4, heads=(4, 1)), "4x3x16x1a1", SOME),
-    "shares of parts of segments": (XqaCase((520, 500), heads=(4, 1)), "4x3x16x2a1", AGAIN),
-    "shares of one CTA": (XqaCase((600, 40), heads=(4, 1)), "4x3x16x1a1", AGAIN),
-    "shares of more requests than are read at once": (XqaCase((*(20, 3) * 70, 90), heads=(2, 1)), "1x3x16x8a1", SOME),
-    "shares, queries of several tokens": (
-        XqaCase((90, 200), heads=(4, 1), q_len=3, q_lens=(1, 3)),
-        "2x3x16x1a1",
-        SOME,
-    ),
-    "shares, windows of unequal queries": (
-        XqaCase((90, 200), heads=(8, 2), q_len=3, q_lens=(1, 3), window_left=40),
-        "4x3x16x1a1",
-        0,
-    ),
-    "queries of several tokens": (XqaCase((90, 200), heads=(4, 1), q_len=3, q_lens=(1, 3)), "2x3x16x1c4a1", SOME),
-    # Their windows begin elsewhere than those of as many queries each: nothing is copied early, and nothing twice.
-    "windows of unequal queries": (
-        XqaCase((90, 200), heads=(8, 2), q_len=3, q_lens=(1, 3), window_left=40),
-        "4x3x16x1c4a1",
-        0,
-    ),
+    "shares of more than are read at once": (XqaCase((*(20, 3) * 70, 90), heads=(2, 1)), "1x3x16x8a1", SOME),
+    "shares of one beyond that are long": (XqaCase((*(9,) * 129, 520), heads=(2, 1)), "1x3x16x8a1", AGAIN),
+    "shares, queries of several tokens": (XqaCase((90, 200), heads=(4, 1), **DRAFTS), "2x3x16x1a1", SOME),
+    "shares, unequal queries": (XqaCase((90, 200), window_left=40, **DRAFTS), "4x3x16x1a1", 0),
+    "queries of several tokens": (XqaCase((90, 200), heads=(4, 1), **DRAFTS), "2x3x16x1c4a1", SOME),
+    "windows of unequal queries": (XqaCase((90, 200), window_left=40, **DRAFTS), "4x3x16x1c4a1", 0),
 }
 EARLY = r"(@p ld\.relaxed\.gpu\.global\.b32 t0, \[[^]]*\];)"
 
