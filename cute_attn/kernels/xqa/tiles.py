@@ -154,7 +154,7 @@ _LONE_SHORT = "2048 keys of 8 kv heads in 8 bits take 4.4 us with 4 warps, 5.2 w
 _LONE_LONG = "131072 keys of 8 kv heads in 8 bits take 67.5 us with 8 warps, 79 with 4 (H200)"
 _NEXT_LAUNCH = "room for the next launch gains 1.16, but 0.8 over long keys of unequal lengths (H200, 2026-11-30)"
 _TILE_AHEAD = "a tile ahead gains 1.07 where all CTAs run at a time (H200, 2026-11-30)"
-_GUESS = "TODO"
+_GUESS = "first segments are guessed: 65 to 528 short ones of unknown length gain (H200, 2026-11-30)"
 _CUT = "1.09 (64 x 2048 keys) to 1.56 (256 x 3368 to 16539); of fewer pairs, whose segments it would cut, 0.74 (H200)"
 _16_OR_8_BITS = (
     # Windows of 128 keys. Few are fetched ahead; many have a warp or two each.
