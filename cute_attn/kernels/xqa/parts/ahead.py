@@ -48,10 +48,11 @@ def early_segment(found: tuple[Share, Segment], p: Any) -> tuple[Share, Segment]
     """The first segment, in bounds; without tiles where these are not known, or an empty cache has no page for stale
     lengths. `p` are the parameters of the launch."""
     share, segment = found
+    unit = ptx.maximum(ptx.minimum(segment.unit, p.num_kv_heads * p.row_blocks.value - 1), Int32(0))
     request = segment.request
     qo_len = ptx.select(p.q_indptr == Int64(0), request.qo_len, Int32(0))
     tiles = ptx.select(isa.all_of([p.pages > 0, cutlass.not_(begins_with_queries(p))]), request.tiles, Int32(0))
-    return share, segment._replace(request=request._replace(qo_len=qo_len, tiles=tiles))
+    return share, segment._replace(unit=unit, request=request._replace(qo_len=qo_len, tiles=tiles))
 
 
 def bounded(kv: PagedKv, segment: Segment, load: Load) -> PagedKv:
