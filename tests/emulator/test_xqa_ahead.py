@@ -30,9 +30,8 @@ pytestmark = pytest.mark.emulator
 ALL, SOME, AGAIN = 1 << 20, -1, -2
 WINDOW: dict[str, Any] = {"head_dim": 64, "window_left": 127, "sinks": True}
 DRAFTS: dict[str, Any] = {"q_len": 3, "q_lens": (1, 3)}
-# (case, ring, keys of every request in the first tiles, from that of the first key on; AGAIN: some tiles are copied
-# twice, as the CTA's first segment is not the one that it guessed). Windows of unequal queries begin elsewhere than
-# those of as many queries each: nothing is copied early, and nothing twice.
+# (case, ring, keys of every request in the first tiles, from that of the first key on; AGAIN: what a wrong guess copied
+# is copied twice). Windows of unequal queries begin elsewhere than those of as many each: nothing is copied early.
 CASES = {
     "a tile of a window for each warp": (XqaCase((500, 0, 1, 133), heads=(16, 2), **WINDOW), "4x2x16x4wa3", ALL),
     "windows, a head each": (XqaCase((500, 0, 1, 40, 133), kv="e4m3", heads=(32, 4), **WINDOW), "2x2x32x8ha1", 32),

@@ -322,6 +322,7 @@ def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
         ("they alone", {"work": "whole", "cluster_size": 2}),
         ("work must be one of", {"work": "warps"}),
         ("block scales", {"kv_dtype": "nvfp4", "prefetch": 1}),
+        ("shares of warps", {"work": "even", "prefetch": 1}),
         ("must not be negative", {"prefetch": -1}),
         ("whole teams", {"head_dim": 512, "cols": 16, "warps": 3}),
         ("whole chunks", {"kv_dtype": "float8_e4m3fn", "head_dim": 72}),
