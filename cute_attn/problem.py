@@ -57,6 +57,10 @@ class Features(NamedTuple):
     def head_dims(self) -> tuple[int, int]:
         return self.head_dim_qk, self.head_dim_vo
 
+    def packed_rows(self, qo_len: int) -> int:
+        """Return the rows of attention of a kv head: of all query heads of its group, token by token."""
+        return qo_len * (self.num_qo_heads // self.num_kv_heads)
+
     @property
     def chunk_invariant(self) -> bool:
         """Whether the bits of a query token must depend on its own request alone, and not on how that was cut into

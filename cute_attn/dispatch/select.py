@@ -85,7 +85,7 @@ def load_of(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
     features = settings.features
     if features.chunk_invariant:
         return UNKNOWN_LOAD
-    rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
+    rows = features.packed_rows(qo_len)
     where = faster("xqa", features) if features.decode else None
     if where is None or not where.whole:
         return Load(rows)

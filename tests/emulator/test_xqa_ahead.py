@@ -27,9 +27,11 @@ from tests.support.xqa_rules import forced_ring
 
 pytestmark = pytest.mark.emulator
 
-ALL, SOME = 1 << 20, -1
+ALL, SOME, AGAIN = 1 << 20, -1, -2
 WINDOW: dict[str, Any] = {"head_dim": 64, "window_left": 127, "sinks": True}
-# (case, ring, keys of every request in the first tiles, from that of the first key on).
+DRAFTS: dict[str, Any] = {"q_len": 3, "q_lens": (1, 3)}
+# (case, ring, keys of every request in the first tiles, from that of the first key on; AGAIN: what a wrong guess copied
+# is copied twice). Windows of unequal queries begin elsewhere than those of as many each: nothing is copied early.
 CASES = {
     "a tile of a window for each warp": (XqaCase((500, 0, 1, 133), heads=(16, 2), **WINDOW), "4x2x16x4wa3", ALL),
     "windows, a head each": (XqaCase((500, 0, 1, 40, 133), kv="e4m3", heads=(32, 4), **WINDOW), "2x2x32x8ha1", 32),
@@ -37,13 +39,17 @@ CASES = {
     "a warp for each segment": (XqaCase((200, 7, 40), kv="e4m3", heads=(32, 2)), "1x3x32x8wa1", 32),
     "shares": (XqaCase((300, 0, 70, 9), heads=(8, 2)), "4x3x16x1a1", SOME),
     "shares of many requests": (XqaCase((40,) * 35, kv="e4m3", heads=(4, 1)), "2x3x16x1a2", SOME),
-    "queries of several tokens": (XqaCase((90, 200), heads=(4, 1), q_len=3, q_lens=(1, 3)), "2x3x16x1c4a1", SOME),
-    # Their windows begin elsewhere than those of as many queries each: nothing is copied early, and nothing twice.
-    "windows of unequal queries": (
-        XqaCase((90, 200), heads=(8, 2), q_len=3, q_lens=(1, 3), window_left=40),
-        "4x3x16x1c4a1",
-        0,
-    ),
+    "shares, a segment each": (XqaCase((40, 0, 100, 9), heads=(8, 2), sinks=True), "2x3x16x4a1", 32),
+    "shares, several units": (XqaCase((33, 90, 1), heads=(12, 6)), "1x3x16x7a1", SOME),
+    "shares, a pair of warps a tile": (XqaCase((70, 5), kv="e4m3", heads=(4, 1), head_dim=512), "2x2x16x2a1", SOME),
+    "shares of windows": (XqaCase((500, 20, 401), kv="e4m3", window_left=70, heads=(4, 1)), "2x2x32x2a1", 64),
+    "shares of a long segment": (XqaCase((40, 700, 9, 30), heads=(8, 2)), "2x3x16x4a1", AGAIN),
+    "shares of more than are read at once": (XqaCase((*(20, 3) * 70, 90), heads=(2, 1)), "1x3x16x8a1", SOME),
+    "shares of one beyond that are long": (XqaCase((*(9,) * 129, 520), heads=(2, 1)), "1x3x16x8a1", AGAIN),
+    "shares, queries of several tokens": (XqaCase((90, 200), heads=(4, 1), **DRAFTS), "2x3x16x1a1", SOME),
+    "shares, unequal queries": (XqaCase((90, 200), window_left=40, **DRAFTS), "4x3x16x1a1", 0),
+    "queries of several tokens": (XqaCase((90, 200), heads=(4, 1), **DRAFTS), "2x3x16x1c4a1", SOME),
+    "windows of unequal queries": (XqaCase((90, 200), window_left=40, **DRAFTS), "4x3x16x1c4a1", 0),
 }
 EARLY = r"(@p ld\.relaxed\.gpu\.global\.b32 t0, \[[^]]*\];)"
 
@@ -118,13 +124,14 @@ def test_keys_that_queries_see_are_fetched_and_copied_once(name: str, monkeypatc
     case, ring, keys = CASES[name]
     built = build(case)
     found = reads(name, built, read_bytes, "adversarial", monkeypatch)
-    if keys == SOME:
+    if keys < 0:
         assert set() < found.fetched < rows(built, 64)
     else:
         assert found.fetched == rows(built, 64, int(ring.split("x")[2]), keys)
     qo_heads, kv_heads = built.case.heads
     blocks = -(-built.case.q_len * (qo_heads // kv_heads) // 8)  # of query rows, of which each reads all keys
-    assert found.copied == Counter(dict.fromkeys(rows(built, 16), blocks))
+    once = Counter(dict.fromkeys(rows(built, 16), blocks))
+    assert once < found.copied if keys == AGAIN else once == found.copied
 
 
 @pytest.mark.parametrize(("garbage", "schedule"), [("0x5A5A5A5A", "eager"), ("3", "delayed"), ("0x80000000", "eager")])
@@ -143,11 +150,3 @@ def test_stale_places_of_a_plan(spared: int) -> None:
     with emulator.using("sm_90a", kernels="xqa", sms=22, rewrite=stale("0x5A5A5A5A", spared)) as emulation:
         Solver(batch_case.decode((300, 90), **heads(6, 3), **dims(128)), backend="emulator").assert_right()
     assert {record.spec["work"] for record in emulation.records} == {"cluster"}
-
-
-def test_a_head_stays_in_bounds_where_a_length_changes_while_it_is_read() -> None:
-    """The request has fewer positions than the share was found by, so that more heads would be passed."""
-    built = build(XqaCase((2000,), heads=(6, 3), page_size=1 << 15, kv_layout="HND"))
-    gpu = emulator.using("sm_90a", sms=4, rewrite=stale(str(2000 ^ 20), spared=10))  # the loads that find the share
-    with forced_ring("4x3x16x1a1", built.case, Shape(200, keys=201)), gpu:
-        assert built.check(*decode(built)) == ""

@@ -39,6 +39,7 @@ WRONG: tuple[tuple[Any, str, dict[str, Any]], ...] = (
     (XQA, "they alone", {"work": "whole", "cluster_size": 2}),
     (XQA, "work must be one of", {"work": "warps"}),
     (XQA, "block scales", {"kv_dtype": "nvfp4", "prefetch": 1}),
+    (XQA, "shares of warps", {"work": "even", "prefetch": 1}),
     (XQA, "must not be negative", {"prefetch": -1}),
     (XQA, "whole teams", {"head_dim": 512, "cols": 16, "warps": 3}),
     (XQA, "whole chunks", {"kv_dtype": E4M3, "head_dim": 72}),

@@ -151,7 +151,7 @@ def test_addresses_of_one_call_are_not_those_of_the_next(launches: type[NamedLau
 def test_a_buffer_that_is_too_small_is_not_used(launches: type[NamedLaunch], short: str, field: str) -> None:
     problem = decode_problem()
     runner = DecodeRun(problem.settings, GPU)
-    rule = variant.rule_of_call(problem, GPU.arch)
+    rule = variant.rule_of(problem.settings, GPU.arch, 2, 1, problem.max_kv_len)
     config = launch_config(problem.settings.features, 1, rule, GPU.arch, GPU.sms)
     needed = problem.scratch._replace(counter_bytes=config.counter_bytes, partial_bytes=config.partial_bytes)
     runner(problem._replace(scratch=needed))
@@ -306,10 +306,10 @@ def test_warps_that_do_not_divide_the_heads_are_refused() -> None:
 
 
 SHAPES = [  # one request of 1, 4 and 8 units, of few keys and more; few pairs and many, windows
-    *(tiles.Shape(1, units, units, keys) for units in (1, 4, 8) for keys in (2048, 8192, 1 << 17)),
-    *(tiles.Shape(requests, 4, 4, 1024) for requests in (2, 4, 8, 16)),
-    *(tiles.Shape(2, 8, 8), tiles.Shape(255, 8, 8), tiles.Shape(512, 8, 8)),
-    *(tiles.Shape(requests, 8, 8, keys) for requests in (16, 32, 64, 65, 256) for keys in (128, 501)),
+    *(tiles.Shape(1, units, keys) for units in (1, 4, 8) for keys in (2048, 8192, 1 << 17)),
+    *(tiles.Shape(requests, 4, 1024) for requests in (2, 4, 8, 16)),
+    *(tiles.Shape(2, 8), tiles.Shape(255, 8), tiles.Shape(512, 8)),
+    *(tiles.Shape(requests, 8, keys) for requests in (16, 32, 64, 65, 256) for keys in (128, 501)),
 ]
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
@@ -43,7 +43,7 @@ from cute_attn.kernels.xqa.parts.partition import (
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, log2_scale
 from cute_attn.kernels.xqa.parts.team import HeadWarp, LoneWarp, WarpTeam
-from cute_attn.kernels.xqa.parts.tickets import TicketPartition
+from cute_attn.kernels.xqa.parts.tickets import GuessPartition, TicketPartition
 from cute_attn.kernels.xqa.parts.warp_merge import ClusterMerge, EvenMerge, HeadMerge, WarpMerge, WholeMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import Work, XqaSpec
@@ -172,6 +172,8 @@ def make_partition(spec: XqaSpec, p: Any, load: Load = ptx.load_word_if) -> Part
     # (H200).
     if spec.work == "shares" and spec.kv_bits == 4:
         return Partition(p, spec, load=load)
+    if spec.work == "shares" and spec.prefetch:
+        return GuessPartition(p, spec, load=load)
     return KINDS[spec.work].partition(p, spec, load=load)
 
 
@@ -272,24 +274,24 @@ class XqaProgram(GridProgram):
     def kv_tile(self, tiles: WarpTiles, i: Int32 | int) -> Int32:
         return tiles.first + i * self.spec.teams
 
-    def read_ahead(self, p: Any) -> EarlyTiles | None:
-        """Read where this warp's first tiles are before the preceding kernel has ended, and fetch some into L2; return
-        where they are, if they are to be copied early."""
+    def read_ahead(self, p: Any) -> EarlyTiles:
+        """Read where this warp's first tiles are before the preceding kernel has ended, and fetch some into L2."""
         # By lengths that may change, with `q_len` queries per request.
         partition = make_partition(self.spec, p._replace(q_indptr=Int64(0)), isa.load_early_if)
         seen = partition.seen()
         share, segment = early_segment(partition.found(seen), p)
         kv, tiles = bounded(self.paged_kv(p, segment), segment, isa.load_early_if), self.warp_tiles(p, segment, share)
-        fetched, copied = self.spec.prefetch, self.memory.prefetch_distance if self.spec.copies_early else 0
+        fetched, copied = self.spec.prefetch, self.memory.prefetch_distance
         token_pages = self.first_page_ids(kv, tiles, max(fetched, copied))
         for i, places in enumerate(token_pages[:fetched]):
             kv.fetch(places, self.kv_tile(tiles, i), i < tiles.count)
-        return EarlyTiles(seen, share, segment, token_pages[:copied]) if copied else None
+        return EarlyTiles(seen, share, segment, token_pages[:copied])
 
     def start(self, p: Any, query_rows: QueryRows, early: EarlyTiles | None) -> Start:
         """Find this CTA's first segment, and start copying its first tiles."""
         if early is not None:
-            return self.start_early(p, query_rows, early)
+            start = self.start_guessed if self.spec.work == "shares" else self.start_early
+            return start(p, query_rows, early)
         share, segment = make_partition(self.spec, p).first_segment()
         words = query_rows.load(segment)
         return Start(share, segment, words, self.load_prologue(p, segment, share))
@@ -299,11 +301,8 @@ class XqaProgram(GridProgram):
         """Copy the first tiles by the page ids that were read before the preceding kernel ended. Meanwhile read lengths
         and page ids again, and start anew where any has changed."""
         partition, share, segment = make_partition(self.spec, p), early.share, early.segment
-        seen, words = partition.seen(), query_rows.load(segment)
-        tiles = self.warp_tiles(p, segment, share)
-        kv = bounded(self.paged_kv(p, segment), segment, ptx.load_word_if)
-        *token_pages, following = self.first_page_ids(kv, tiles, self.memory.prefetch_distance + 1)
-        self.copy_first_tiles(kv, tiles, early.token_pages)
+        seen = partition.seen()
+        words, token_pages, following = self.copy_early(p, query_rows, early)
         if cutlass.or_(early.have_changed(seen, token_pages), begins_with_queries(p)):
             ptx.cp_async_wait(0)
             ptx.sync_warp()
@@ -313,6 +312,37 @@ class XqaProgram(GridProgram):
         elif p.q_indptr != Int64(0):
             segment = segment._replace(request=partition.request(segment.index))
             words = query_rows.load(segment)
+        return Start(share, segment, words, following)
+
+    def copy_early(
+        self, p: Any, query_rows: QueryRows, early: EarlyTiles
+    ) -> tuple[list[Int32], list[TokenPages], TokenPages]:
+        """Copy the first tiles by the page ids that were read before the preceding kernel ended, and read Q, these page
+        ids again, and those of the tile that follows."""
+        share, segment = early.share, early.segment
+        words, tiles = query_rows.load(segment), self.warp_tiles(p, segment, share)
+        kv = bounded(self.paged_kv(p, segment), segment, ptx.load_word_if)
+        *token_pages, following = self.first_page_ids(kv, tiles, self.memory.prefetch_distance + 1)
+        self.copy_first_tiles(kv, tiles, early.token_pages)
+        return words, token_pages, following
+
+    @cute.jit
+    def start_guessed(self, p: Any, query_rows: QueryRows, early: EarlyTiles) -> Start:
+        """Copy the first tiles of the segment that this CTA has if all are short. Meanwhile read all lengths, and start
+        anew where one is not, or this one has changed."""
+        partition, share, segment = GuessPartition(p, self.spec), early.share, early.segment
+        words, following, right = query_rows.no_words(), self.paged_kv(p, segment).no_pages(), Boolean(False)
+        if partition.may_be_right(segment):
+            seen, lengths = partition.seen(), partition.lengths()
+            words, token_pages, following = self.copy_early(p, query_rows, early)
+            same = cutlass.not_(early.have_changed(seen, token_pages))
+            right = isa.all_of([partition.are_short(lengths), same])
+        if cutlass.not_(right):
+            ptx.cp_async_wait(0)
+            ptx.sync_warp()
+            share, segment = partition.first_segment()
+            words = query_rows.load(segment)
+            following = self.load_prologue(p, segment, share)
         return Start(share, segment, words, following)
 
     def load_prologue(self, p: Any, segment: Segment, share: Share) -> TokenPages:

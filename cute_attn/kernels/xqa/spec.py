@@ -113,7 +113,9 @@ class XqaSpec(DecodeSpec):
     guests: int = 0  # CTAs of the next launch that must fit beside them; ctas + guests bound the registers
     work: Work = "shares"
     cluster_size: int = 1  # CTAs of a cluster that merge in shared memory
-    prefetch: int = 0  # first tiles of a warp that are fetched into L2 before the preceding kernel has ended
+    # First tiles of a warp that are fetched into L2 before the preceding kernel has ended (`parts.ahead`); if any, all
+    # that its ring holds are copied, as soon as that has ended, from where they were before.
+    prefetch: int = 0
 
     def __post_init__(self) -> None:
         rules = {
@@ -124,8 +126,8 @@ class XqaSpec(DecodeSpec):
             "clusters, and they alone, have several CTAs": (self.work == "cluster") == (self.cluster_size > 1),
             "clusters and heads of a warp need columns that a warp holds": self.team == 1
             or self.work in ("shares", "whole"),
-            "prefetch must not be negative, and 0 of keys with block scales": self.prefetch == 0
-            or (self.prefetch > 0 and self.kv_bits > 4),
+            "prefetch must not be negative, and 0 of keys with block scales and of shares of warps": self.prefetch == 0
+            or (self.prefetch > 0 and self.kv_bits > 4 and self.work != "even"),
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
         }
         for rule, holds in rules.items():
@@ -148,12 +150,6 @@ class XqaSpec(DecodeSpec):
     @property
     def heads(self) -> int:
         return self.warps if self.work in LONE_WARPS else 1
-
-    @property
-    def copies_early(self) -> bool:
-        """Whether CTAs copy their first tiles from where these were before then (`parts.ahead`): where few lengths tell
-        which."""
-        return self.prefetch > 0 and self.work not in ("shares", "even")
 
     @property
     def warp_dim(self) -> int:

@@ -32,19 +32,22 @@ DEALT = 36  # positions of a segment that CTAs take whole as they become free, s
 
 
 class Shape(NamedTuple):
-    """What is known of a launch when its kernel is chosen. None: not known."""
+    """What is known of a launch when its kernel is chosen."""
 
     requests: int
     kv_heads: int = 1
-    units: int = 1  # of one request: blocks of at most MOST_ROWS rows of a kv head
-    keys: int | None = None  # most keys of a segment, in all launches: of a request, or within its window
-    segments: int | None = None  # of blocks of at most `most_rows` rows; None: requests x units
-    rows: int | None = None  # packed query rows of a request and kv head
+    keys: int | None = (
+        None  # most keys of a segment, in all launches: of a request, or within its window; None: unknown
+    )
+    rows: int = 1  # packed query rows of a request and kv head
 
-
-def most_rows(head_dim: int) -> int:
-    """Return the most packed query rows that a CTA has at a time."""
-    return 8 * _row_blocks(head_dim, REGISTER_DIMS)
+    def numbers(self, head_dim: int) -> dict[str, int]:
+        """Return the numbers that rules name: `units` of a request have at most MOST_ROWS rows, segments as many as a
+        CTA has at a time."""
+        pairs, most = self.requests * self.kv_heads, 8 * _row_blocks(head_dim, REGISTER_DIMS)
+        units = self.kv_heads * -(-self.rows // MOST_ROWS)
+        segments = pairs * -(-self.rows // most)
+        return {"requests": self.requests, "pairs": pairs, "units": units, "segments": segments, "rows": self.rows}
 
 
 def _row_blocks(head_dim: int, register_dims: int) -> int:
@@ -123,7 +126,7 @@ FAST_MEMORY: dict[int, tuple[Rule[Rings], ...]] = {
 _QUICK = Ring(4, 3, 1, 8192, guests=1, most=32)
 # Small CTAs: a segment, or a kv head for each warp, of one segment or in shares.
 _SMALL, _PAIR, _TWO = Ring(4, 2, 4, 4096, most=32), Ring(2, 2, 8, 4096), Ring(4, 3, 2, 8192)
-_HEADS, _EVEN = _PAIR._replace(work="heads", prefetch=1), (_PAIR._replace(work="even"), _SMALL)
+_HEADS, _EVEN = _PAIR._replace(work="heads", prefetch=1), _PAIR._replace(work="even")
 _LONE, _DUAL = Ring(1, 3, 8, 8192), Ring(2, 3, 4, 8192)
 _ONE = range(1, 2)  # request
 
@@ -131,6 +134,11 @@ _ONE = range(1, 2)  # request
 def _whole(ring: Ring, prefetch: int = 0) -> Ring:
     """Return the ring for segments that one CTA processes alone."""
     return ring._replace(work="whole", prefetch=prefetch)
+
+
+def _guessed(*rings: Ring, note: str, **when: Collection[Any]) -> Rule[Rings]:
+    """Make a rule of shares that guess their first segment (`parts.tickets`)."""
+    return _rule(*(ring._replace(prefetch=1) for ring in rings), note=note, **when)
 
 
 _SMALLEST, _AHEAD = _whole(_SMALL._replace(most=16), 3), _whole(Ring(8, 2, 2, 4096), 1)
@@ -146,7 +154,7 @@ _LONE_SHORT = "2048 keys of 8 kv heads in 8 bits take 4.4 us with 4 warps, 5.2 w
 _LONE_LONG = "131072 keys of 8 kv heads in 8 bits take 67.5 us with 8 warps, 79 with 4 (H200)"
 _NEXT_LAUNCH = "room for the next launch gains 1.16, but 0.8 over long keys of unequal lengths (H200, 2026-11-30)"
 _TILE_AHEAD = "a tile ahead gains 1.07 where all CTAs run at a time (H200, 2026-11-30)"
-_KEYS_AHEAD = "keys ahead of the preceding launch's end gain 1.02 (H200, 2026-11-29)"
+_GUESS = "a guessed first segment gains 1.06 to 1.64 where all are short, and loses 0.92 beyond 528 (H200, 2026-11-30)"
 _CUT = "1.09 (64 x 2048 keys) to 1.56 (256 x 3368 to 16539); of fewer pairs, whose segments it would cut, 0.74 (H200)"
 _16_OR_8_BITS = (
     # Windows of 128 keys. Few are fetched ahead; many have a warp or two each.
@@ -168,13 +176,13 @@ _16_OR_8_BITS = (
     _rule(_whole(_SMALL), _whole(_TWO), keys=_SHORTS, note=_SHORT_FIT),
     _rule(_whole(_TWO), keys=up_to(2 * SHORT), segments=above(4 * FEW - 1), row=range(129, 257), note=_SHORT_FIT),
     # Few pairs; shares of warps; others.
-    _rule(*_FEW_8_BIT, pairs=_FEW_PAIRS, row=up_to(64), note=_FIT),
-    _rule(_LARGE._replace(prefetch=1), pairs=_FEW_PAIRS, note=_KEYS_AHEAD),
-    _rule(*_EVEN, pairs=above(4 * FEW - 1), row=up_to(64), note=_CUT),
-    _rule(*_EVEN, pairs=above(EVEN - 1), row=range(128, 129), note=_FIT),
+    _guessed(*_FEW_8_BIT, pairs=_FEW_PAIRS, row=up_to(64), note=_GUESS),
+    _guessed(_LARGE, pairs=_FEW_PAIRS, note=_GUESS),
+    _rule(_EVEN, _SMALL, _TWO, pairs=above(4 * FEW - 1), row=up_to(64), note=_CUT),
+    _rule(_EVEN, _SMALL, _TWO, pairs=above(EVEN - 1), row=range(128, 129), note=_FIT),
     _rule(_TWO, keys=up_to(2 * SHORT), note=_SHORT_FIT),
-    _rule(_SMALL, row=_NARROW, note=_FIT),
-    _rule(_TWO, note=_FIT),
+    _guessed(_SMALL, _TWO, pairs=up_to(WAVE), note=_GUESS),
+    _rule(_SMALL, _TWO, note=_FIT),
 )
 _CLUSTERED_NVFP4 = Ring(4, 3, 1, 4096, guests=1).in_clusters(8)._replace(prefetch=0)  # block scales are not fetched
 HOPPER: dict[int, tuple[Rule[Rings], ...]] = {
@@ -195,8 +203,8 @@ RULES = {
     for major, of_bits in {9: HOPPER, 10: FAST_MEMORY, 0: DEFAULT}.items()
     for bits, rules in of_bits.items()
 }
-_NAMES = "keys", "requests", "pairs", "segments"  # of what varies from step to step of an engine
-STEPS = {name: steps([rule for rules in RULES.values() for rule in rules], name) for name in _NAMES}
+PER_STEP = "requests", "pairs", "segments"  # what varies with the requests of a step of an engine, beside keys
+STEPS = {name: steps([rule for rules in RULES.values() for rule in rules], name) for name in ("keys", *PER_STEP)}
 IN_FLIGHT = {10: 64 << 10}  # bytes that a ring keeps on their way to an SM, likewise
 
 
@@ -207,10 +215,7 @@ def rules_of(arch: Arch, bits: int) -> tuple[Rule[Rings], ...]:
 
 def find(arch: Arch, bits: int, head_dim: int, shape: Shape) -> Rule[Rings]:
     """Return the rule that a launch follows over a cache of `bits` per element."""
-    row = head_dim * bits // 8
-    known = {**shape._asdict(), "head_dim": head_dim, "row": row, "pairs": shape.requests * shape.kv_heads}
-    if shape.segments is None:
-        known["segments"] = shape.requests * shape.units
+    known = {"keys": shape.keys, "head_dim": head_dim, "row": head_dim * bits // 8, **shape.numbers(head_dim)}
     return first(rules_of(arch, bits), known)
 
 

@@ -53,7 +53,7 @@ class Fa2Family(TiledFamily[Tile]):
 
     def tiling(self, settings: Settings, size: Size, arch: Arch, sms: int) -> Tiling[Tile]:
         features = settings.features
-        rows = size.qo_len * features.num_qo_heads // features.num_kv_heads
+        rows = features.packed_rows(size.qo_len)
         if features.chunk_invariant:  # with many rows a decode step has the bits of a prefill
             rows = MANY_ROWS
         return prepared(_tiling, settings, min(rows, MANY_ROWS), arch, sms)

@@ -21,7 +21,7 @@ from cute_attn.kernels.host.prepared import Grid, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
 from cute_attn.kernels.rules import Rule
 from cute_attn.kernels.xqa.host.prepared import XqaKernel, fire_in_scratch, one_page
-from cute_attn.kernels.xqa.host.variant import LaunchConfig, launch_config, rule_of, rule_of_call, same_keys, specs
+from cute_attn.kernels.xqa.host.variant import LaunchConfig, launch_config, rule_of, same_keys, specs
 from cute_attn.kernels.xqa.spec import CTA_REQUESTS, LengthsSpec
 from cute_attn.kernels.xqa.tiles import STEPS, Rings
 from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Problem, Settings
@@ -54,7 +54,7 @@ class DecodeRun(Runner):
         settings, gpu, qo_len = self.settings, self.gpu, problem.qo_len
         tables, scratch, index = problem.block_tables, problem.scratch, gpu.device_index
         rows, width = tables.shape
-        rule = rule_of_call(problem, gpu.arch)
+        rule = rule_of(settings, gpu.arch, rows, qo_len, problem.max_kv_len)
         config = prepared(launch_config, settings.features, qo_len, rule, gpu.arch, gpu.sms)
         kernel, longest, step = prepared(XqaKernel, settings, config, gpu), problem.max_kv_len, tables.stride(0)
         strides = kernel.strides(problem.q, problem.k, problem.v, problem.out, block_scale_strides(problem))

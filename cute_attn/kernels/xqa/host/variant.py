@@ -15,7 +15,7 @@ from cute_attn.kernels.xqa.spec import CLUSTER_REQUESTS, DecodeSpec, XqaSpec
 from cute_attn.kernels.xqa.tiles import Rings, Shape
 from cute_attn.kernels.xqa.umma import tiles as umma_tiles
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
-from cute_attn.problem import UNLIMITED, DecodeProblem, Features, Request, Settings, short
+from cute_attn.problem import UNLIMITED, Features, Settings, short
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.split_kv import ceil_div
@@ -47,51 +47,34 @@ def same_keys(longest: int) -> int:
 
 def _request_steps(features: Features, qo_len: int) -> list[int]:
     """Return the steps of rules in numbers of requests, in order, and one number beyond all."""
-    of_request = {"requests": 1, "pairs": features.num_kv_heads, "segments": max(1, _segments(features, qo_len))}
-    numbers = (ceil_div(n, size) for name, size in of_request.items() for n in tiles.STEPS[name])
+    of_request = Shape(1, features.num_kv_heads, rows=features.packed_rows(qo_len)).numbers(features.head_dim_qk)
+    numbers = (ceil_div(n, max(1, of_request[name])) for name in tiles.PER_STEP for n in tiles.STEPS[name])
     return sorted({MAX_GRID_Z + 1, *numbers})
-
-
-def _segments(features: Features, qo_len: int, most_rows: int = 0) -> int:
-    """Return the segments of a request: of at most so many packed rows; 0: as many as a CTA has at a time."""
-    kv_heads, most_rows = features.num_kv_heads, most_rows or tiles.most_rows(features.head_dim_qk)
-    return kv_heads * ceil_div(qo_len * (features.num_qo_heads // kv_heads), most_rows)
 
 
 def _rule_of(
     features: Features, window: int, arch: Arch, batch_size: int, qo_len: int, longest: int | None
 ) -> Rule[Rings]:
-    units, segments = _segments(features, qo_len, tiles.MOST_ROWS), _segments(features, qo_len)
     keys = longest
     if window >= 0:
         keys = window + qo_len if longest is None else min(window + qo_len, longest)
-    known, rows = keys if batch_size <= MAX_GRID_Z else None, qo_len * (features.num_qo_heads // features.num_kv_heads)
-    shape = Shape(batch_size, features.num_kv_heads, units, known, batch_size * segments, rows)
+    known = keys if batch_size <= MAX_GRID_Z else None
+    shape = Shape(batch_size, features.num_kv_heads, known, features.packed_rows(qo_len))
     return tiles.find(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk, shape)
-
-
-def rule_of_call(problem: Request, arch: Arch) -> Rule[Rings]:
-    """Return the rule by which a call without a plan takes a kernel."""
-    settings, qo_len = problem.settings, problem.qo_len
-    if isinstance(problem, DecodeProblem):
-        return rule_of(settings, arch, len(problem.seq_lens), qo_len, problem.max_kv_len)
-    return rule_of(settings, arch, 1, qo_len, problem.kv_len)
 
 
 def choose_spec(features: Features, qo_len: int, rule: Rule[Rings], arch: Arch) -> XqaSpec | XqaUmmaSpec:
     """Return the kernel for `qo_len` query tokens per request."""
-    rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
     dtypes = short(features.q_dtype), kv_dtype(features), short(features.o_dtype)
-    if not rule.value:
-        return umma_tiles.choose(*dtypes, features.head_dim_qk, rows, features.draft_mask, arch)
-    shape = features.head_dim_qk, rows, features.draft_mask
-    return tiles.choose(*dtypes, *shape, rule, arch, features.num_kv_heads)
+    operands = *dtypes, features.head_dim_qk, features.packed_rows(qo_len), features.draft_mask
+    return (
+        tiles.choose(*operands, rule, arch, features.num_kv_heads) if rule.value else umma_tiles.choose(*operands, arch)
+    )
 
 
 def specs(features: Features, arch: Arch, qo_len: int = 1) -> list[KernelSpec]:
     """Return every kernel that calls of these features and `qo_len` query tokens per request may need."""
-    rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    rules = tiles.rules(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk, rows)
+    rules = tiles.rules(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk, features.packed_rows(qo_len))
     return list(dict.fromkeys(choose_spec(features, qo_len, rule, arch) for rule in rules))
 
 
@@ -148,7 +131,7 @@ def launch_config(
     spec = choose_spec(features, qo_len, rule, arch)
     if features.num_kv_heads % spec.heads:
         raise ValueError(f"{spec} has {spec.heads} kv heads a CTA, which do not divide {features.num_kv_heads}")
-    row_blocks = ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), spec.rows)
+    row_blocks = ceil_div(features.packed_rows(qo_len), spec.rows)
     if spec.whole:
         return LaunchConfig(spec, qo_len, row_blocks, (features.num_kv_heads // spec.heads * row_blocks, 1, 1))
     return shares(spec, qo_len, row_blocks, features.num_kv_heads, sms, workspace_bytes)

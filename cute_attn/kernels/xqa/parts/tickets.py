@@ -8,17 +8,19 @@ of the longest one in the sequence (`Share.pitch`), and the share of a CTA is th
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.scalars import shared_memory
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.partition import Costs, EvenPartition, KvSplit, Segment, Share
+from cute_attn.kernels.xqa.parts.partition import Costs, EvenPartition, KvSplit, Request, Segment, Share
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 
 BEYOND = 1 << 30  # position of no tile
+AT_ONCE = 4  # lengths that a lane reads together
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class TicketPartition(EvenPartition):
         share = super().share(costs)
         longest = ptx.divide(ptx.warp_maximum(costs.longest), self.p.units_per_cta_group)
         equal = self.per_share(ptx.shuffle_from(costs.reach, Int32(31)) + ctas - 1)
-        dealt = isa.all_of([self.segments > ctas, longest <= self.most(equal)])
+        many = [] if self.spec.prefetch else [self.segments > ctas]  # a guess needs no other reason
+        dealt = isa.all_of([*many, longest <= self.most(equal)])
         total = self.segments * longest
         return Share(
             ptx.select(dealt, cta * longest, share.begin),
@@ -90,11 +93,13 @@ class TicketPartition(EvenPartition):
         """Address of the next ticket: the word in which other partitions count arrivals at a segment that was cut."""
         return shared_memory() + XqaMemory(self.spec).ticket
 
-    def segment_of(self, ticket: Int32, share: Share) -> Segment:
+    def segment_of(self, ticket: Int32, share: Share, seen: list[Int32] | None = None) -> Segment:
+        """The segment of a ticket, whose place and length may have been `seen`."""
         index = ptx.divide(ticket, self.p.units_per_cta_group)
         unit = (ticket - index * self.p.units_per_cta_group) * self.unit_step + self.first_unit
         start = ticket * share.pitch + self.p.overhead
-        return Segment(index, unit, start, self.first_page(index), self.request(index))
+        first_page, kv_len = seen or (self.first_page(index), self.kv_len(index))
+        return Segment(index, unit, start, first_page, self.request_of(index, kv_len))
 
     @cute.jit
     def draw(self, share: Share) -> Int32:
@@ -113,3 +118,45 @@ class TicketPartition(EvenPartition):
         """Store a ticket that was drawn, between two barriers of the CTA."""
         if ticket > 0:
             ptx.st_shared_b32(self.place, 0, ticket)
+
+
+@dataclass(frozen=True)
+class GuessPartition(TicketPartition):
+    """Partition whose CTAs guess their first segment before the preceding kernel has ended: that of their first ticket,
+    which they have if all segments are short. Its place and length tell where the first tiles are, and these are copied
+    while the lengths of all requests are read."""
+
+    def seen(self) -> list[Int32]:
+        index = ptx.divide(self.number, self.p.units_per_cta_group)
+        return [self.first_page(index), self.kv_len(index)]
+
+    def found(self, seen: list[Int32]) -> tuple[Share, Segment]:
+        """The share and the segment if all are short."""
+        pitch = self.p.dealt
+        share = Share(self.number * pitch, self.segments * pitch, Int32(BEYOND), pitch)
+        return share, self.segment_of(self.number, share, seen)
+
+    def first_segment(self) -> tuple[Share, Segment]:
+        return super().found([])
+
+    def may_be_right(self, segment: Segment) -> Boolean:
+        """Whether a guess may be right, as far as the guessed segment tells. Queries are not read early."""
+        return isa.all_of([self.p.q_indptr == Int64(0), self.p.pages > 0, self.is_short(segment.request)])
+
+    def is_short(self, request: Request) -> Boolean:
+        """Whether a segment is dealt out whatever the others are."""
+        return request.tiles + self.p.overhead <= self.p.dealt
+
+    def lengths(self) -> list[Int32]:
+        """Lengths of this lane's first requests, read at once."""
+        return [self.kv_len((cute.arch.thread_idx()[0] & 31) + 32 * i) for i in range(AT_ONCE)]
+
+    @cute.jit
+    def are_short(self, lengths: list[Int32]) -> Boolean:
+        """Whether all segments are short. `lengths`: the first ones."""
+        lane, short = cute.arch.thread_idx()[0] & 31, Boolean(True)
+        for i in cutlass.range_constexpr(AT_ONCE):
+            short = isa.all_of([short, self.is_short(self.request_of(lane + 32 * i, lengths[i]))])
+        for index in cutlass.range(lane + 32 * AT_ONCE, self.p.batch, 32, unroll=4):
+            short = isa.all_of([short, self.is_short(self.request(index))])
+        return isa.ballot(cutlass.not_(short)) == Int32(0)
