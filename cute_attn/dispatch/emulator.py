@@ -222,4 +222,6 @@ def _tensors(name: str, value: object) -> dict[str, torch.Tensor]:
         return {name: value}
     if isinstance(value, Extras):
         return {name: item for name, item in value._asdict().items() if item is not None}
+    if isinstance(value, tuple):  # records of a plan
+        return {f"{name}[{i}]": item for i, item in enumerate(value) if isinstance(item, torch.Tensor)}
     return {}
