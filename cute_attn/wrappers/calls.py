@@ -353,7 +353,7 @@ def enter(
         q.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype,
         tuple(out.shape),
         out.dtype,
-        None if lse is None or (lse_given is not None and convert is None) else tuple(lse.shape),
+        None if lse is None or (lse_given is not None and (convert is None or lse is lse_given)) else tuple(lse.shape),
         problem.v.data_ptr() - v.data_ptr() if problem.v.numel() else 0,  # which no launch reads
         NARROW_ALIGNMENT if narrow else ALIGNMENT,
         (of_q, of_k - keys * per_key[0], of_v - keys * per_key[1], *others),
