@@ -338,8 +338,9 @@ def enter(
     made = {id(x) for x in (of_launch[0], *of_launch[1])}.difference(map(id, (q, *optional)))
     theirs = of_launch[0], k, *of_launch[1], *read[: len(launched_read)]
     own = problem.q, problem.k, *launched, *launched_read
-    if any(id(x) not in made and _address(x) != _address(y) for x, y in zip(theirs, own, strict=True)):
-        return
+    for x, y in zip(theirs, own, strict=True):
+        if (x.stride() != y.stride()) if y is not None and id(x) in made else (_address(x) != _address(y)):
+            return
     if v.untyped_storage().data_ptr() != problem.v.untyped_storage().data_ptr():
         return
     out, lse = result

@@ -10,10 +10,10 @@ import torch
 import cute_attn
 from cute_attn import ArgumentError, ArgumentTypeError, flash_mla
 from cute_attn.integrations import latent
-from cute_attn.request import block_sparse
+from cute_attn.request import block_sparse, operands
 from cute_attn.wrappers import calls
 from perf.pretended_gpu import NullDriver
-from tests.support.entry_points import CACHE, ENTRIES, OTHERS, Entry, Planned, direct, without, zeros
+from tests.support.entry_points import CACHE, DIM, ENTRIES, OTHERS, Entry, Planned, direct, without, zeros
 from tests.support.launch_corpus import RecordingDriver, parameters, pretended
 from tests.support.mla_case import LATENT, MlaCase
 
@@ -95,6 +95,16 @@ def test_launches(name: str, backend: str, new: bool, monkeypatch: pytest.Monkey
             monkeypatch.setattr(calls, "replay", lambda *a, **k: None)
             assert repeated == launched(driver, call, given, options)
             assert repeated[0]
+
+
+def test_rows_that_kernels_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied in every call, also where rows by kv head are the query's own memory."""
+    monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
+    entry, driver = ENTRIES["variable blocks"], RecordingDriver()
+    q = torch.cat((entry.tensors["q"],) * 2, dim=2)[:, :, : DIM + 1].contiguous()[:, :, :DIM]
+    with pretended(driver):
+        call, given = entry.begin(entry.tensors, "auto"), entry.tensors | {"q": q}
+        assert launched(driver, call, given, {}) == launched(driver, call, given, {})
 
 
 @pytest.mark.parametrize("scales", [(), (None, None), torch.ones(8), torch.ones(4, 3), 1.0], ids=str)
