@@ -32,7 +32,7 @@ from cute_attn.runtime.staging import is_capturing
 CACHE_SIZE = 512  # calls: prompts of any length must not fill memory
 NO_HEADS = None, None, None
 PLAIN_TYPES = frozenset((float, int, bool, type(None)))  # of numbers
-OPTION_TYPES = PLAIN_TYPES | {str, tuple, torch.dtype}  # options that hash by value
+OPTION_TYPES = PLAIN_TYPES | {str, torch.dtype}  # options that hash by value, as tuples of them do
 # What keys of arguments that are no tensors raise, and sparse ones.
 NOT_TENSORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 V_SCALE, SINKS, K_SCALES = map(ROLES.index, ("v_scale_ptr", "sinks", "k_scales"))
@@ -132,7 +132,7 @@ def interned(*numbers: Any) -> object:
     """Return an object that stands for options whose values may be equal although their types differ (1, 1.0, True): in
     keys it is compared in no time. A TypeError for options that may change their value.
     """
-    if not OPTION_TYPES.issuperset(map(type, numbers)):
+    if not all(type(x) in OPTION_TYPES for option in numbers for x in (option if type(option) is tuple else (option,))):
         raise TypeError("calls with such options are not alike")
     return object()
 
