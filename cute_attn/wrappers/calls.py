@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, empty_like, is_grad_enabled
+from torch import Tensor, empty_like, is_grad_enabled, is_inference_mode_enabled
 from torch.autograd import forward_ad
 
 from cute_attn.dispatch import backends
@@ -251,12 +251,12 @@ def replay(
 
 
 def _is_apart(x: Tensor, span: int, alignment: int, apart: list[Range]) -> bool:
-    """Tell whether memory that a launch writes is aligned, no negative view, needs no gradient, and lies apart from
-    what is listed in `apart`, where it is then listed too.
+    """Tell whether memory that a launch writes is aligned, no negative view, needs no gradient, may be written outside
+    of inference mode, and lies apart from what is listed in `apart`, where it is then listed too.
     """
     start = x.data_ptr()
     end = start + span
-    if start % alignment or x.is_neg() or x.requires_grad:
+    if start % alignment or x.is_neg() or x.requires_grad or (x.is_inference() and not is_inference_mode_enabled()):
         return False
     for other, stop in apart:
         if other < end and start < stop:

@@ -118,3 +118,16 @@ def test_block_scales_after_calls_without_them(name: str, scales: Any) -> None:
             call(entry.tensors)
         with pytest.raises((ArgumentError, ArgumentTypeError), match="kv_cache_sf"):
             call({**entry.tensors, "kv_cache_sf": scales})
+
+
+@pytest.mark.parametrize("name", ["single prefill", "paged", "trtllm, lse by heads"])
+@pytest.mark.parametrize("written", ["out", "lse"])
+def test_outputs_that_only_inference_mode_may_write(name: str, written: str) -> None:
+    entry = ENTRIES[name]
+    with torch.inference_mode():
+        of_inference = entry.tensors[written].clone()
+    with pretended(NullDriver()):
+        call = entry.begin(entry.tensors, "auto")
+        call(entry.tensors)
+        with pytest.raises(ArgumentError, match=f"{written} is written and must not be an inference tensor"):
+            call({**entry.tensors, written: of_inference})
