@@ -131,3 +131,16 @@ def test_outputs_that_only_inference_mode_may_write(name: str, written: str) -> 
         call(entry.tensors)
         with pytest.raises(ArgumentError, match=f"{written} is written and must not be an inference tensor"):
             call({**entry.tensors, written: of_inference})
+
+
+@pytest.mark.parametrize("name", ["paged", "trtllm fmha, pages", "xqa", "trtllm"])
+def test_one_cache_twice_is_no_cache(name: str) -> None:
+    """After calls with that cache of keys and values."""
+    entry = ENTRIES.get(f"{name}, one cache", ENTRIES[name])
+    place = "the cache" if "the cache" in entry.tensors else "kv_cache"
+    with pretended(NullDriver()):
+        call = entry.begin(entry.tensors, "auto")
+        call(entry.tensors)
+        for count in (1, 2):
+            with pytest.raises((ArgumentError, ArgumentTypeError), match="cache"):
+                call({**entry.tensors, place: (entry.tensors[place],) * count})
