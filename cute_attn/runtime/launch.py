@@ -97,8 +97,7 @@ class Bound:
         if tensors:
             moving += self.values_of(tensors)
         driver, context, config, function, address, lock = self._constant  # once: each attribute takes as long as this
-        lock.acquire()  # with `release` in half of the time of a context
-        try:
+        with lock:  # a signal may raise an error after `acquire` returned, but not as a context begins
             if settled is not self._settled:
                 self._settle(settled)
             self._write(moving)
@@ -109,8 +108,6 @@ class Bound:
             else:  # another device is current, or this thread has not used CUDA yet
                 with entered(context):
                     status = driver.cuLaunchKernelEx(config, function, address, 0)[0]
-        finally:
-            lock.release()
         if status:
             raise RuntimeError(f"launching {self.artifact.symbol} with grid {settled[0]} failed: {status.name}")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, empty_like, is_grad_enabled
+from torch import Tensor, empty_like, is_grad_enabled, is_inference_mode_enabled
 from torch.autograd import forward_ad
 
 from cute_attn.dispatch import backends
@@ -32,7 +32,7 @@ from cute_attn.runtime.staging import is_capturing
 CACHE_SIZE = 512  # calls: prompts of any length must not fill memory
 NO_HEADS = None, None, None
 PLAIN_TYPES = frozenset((float, int, bool, type(None)))  # of numbers
-OPTION_TYPES = PLAIN_TYPES | {str, tuple, torch.dtype}  # options that hash by value
+OPTION_TYPES = PLAIN_TYPES | {str, torch.dtype}  # options that hash by value, as tuples of them do
 # What keys of arguments that are no tensors raise, and sparse ones.
 NOT_TENSORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 V_SCALE, SINKS, K_SCALES = map(ROLES.index, ("v_scale_ptr", "sinks", "k_scales"))
@@ -132,7 +132,7 @@ def interned(*numbers: Any) -> object:
     """Return an object that stands for options whose values may be equal although their types differ (1, 1.0, True): in
     keys it is compared in no time. A TypeError for options that may change their value.
     """
-    if not OPTION_TYPES.issuperset(map(type, numbers)):
+    if not all(type(x) in OPTION_TYPES for option in numbers for x in (option if type(option) is tuple else (option,))):
         raise TypeError("calls with such options are not alike")
     return object()
 
@@ -251,12 +251,12 @@ def replay(
 
 
 def _is_apart(x: Tensor, span: int, alignment: int, apart: list[Range]) -> bool:
-    """Tell whether memory that a launch writes is aligned, no negative view, needs no gradient, and lies apart from
-    what is listed in `apart`, where it is then listed too.
+    """Tell whether memory that a launch writes is aligned, no negative view, needs no gradient, may be written outside
+    of inference mode, and lies apart from what is listed in `apart`, where it is then listed too.
     """
     start = x.data_ptr()
     end = start + span
-    if start % alignment or x.is_neg() or x.requires_grad:
+    if start % alignment or x.is_neg() or x.requires_grad or (x.is_inference() and not is_inference_mode_enabled()):
         return False
     for other, stop in apart:
         if other < end and start < stop:
@@ -338,8 +338,9 @@ def enter(
     made = {id(x) for x in (of_launch[0], *of_launch[1])}.difference(map(id, (q, *optional)))
     theirs = of_launch[0], k, *of_launch[1], *read[: len(launched_read)]
     own = problem.q, problem.k, *launched, *launched_read
-    if any(id(x) not in made and _address(x) != _address(y) for x, y in zip(theirs, own, strict=True)):
-        return
+    for x, y in zip(theirs, own, strict=True):
+        if (x.stride() != y.stride()) if y is not None and id(x) in made else (_address(x) != _address(y)):
+            return
     if v.untyped_storage().data_ptr() != problem.v.untyped_storage().data_ptr():
         return
     out, lse = result
@@ -353,7 +354,7 @@ def enter(
         q.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype,
         tuple(out.shape),
         out.dtype,
-        None if lse is None or (lse_given is not None and convert is None) else tuple(lse.shape),
+        None if lse is None or (lse_given is not None and (convert is None or lse is lse_given)) else tuple(lse.shape),
         problem.v.data_ptr() - v.data_ptr() if problem.v.numel() else 0,  # which no launch reads
         NARROW_ALIGNMENT if narrow else ALIGNMENT,
         (of_q, of_k - keys * per_key[0], of_v - keys * per_key[1], *others),

@@ -177,7 +177,7 @@ def repeated(function: str, operands: Any, arguments: Mapping[str, Any], read: S
     others = arguments.get("block_tables"), workspace, *map(arguments.get, LENGTHS), *on_cpu
     given: calls.Given = q, k, v, arguments.get("out"), arguments.get("lse"), None, optional, others, None
     options = *scales, *[x for name, x in arguments.items() if name not in TENSORS and name not in OPERANDS]
-    key, _ = calls.repeated({}, given, tuple(options), (function, roles, read))
+    key, _ = calls.repeated({}, given, tuple(options), (function, roles, read, halves is kv, len(halves)))
     if key is None:
         return Repeatable()
     arrays = [arguments[name] for name in read]

@@ -324,7 +324,7 @@ def run(*arguments: Any) -> Result:
     k, v = cache if isinstance(cache, tuple | list) and len(cache) == 2 else (cache, cache)
     numbers = *scales, window_left, enable_pdl, q_len, o_scale, return_lse
     given: Given = query, k, v, out, lse, workspace, optional, (tables, lengths, bounds, mask, *on_cpu), None
-    key, found = calls.repeated(calls.UNPLANNED, given, numbers, (kv_layout, backend, form, roles))
+    key, found = calls.repeated(calls.UNPLANNED, given, numbers, (kv_layout, backend, form, roles, k is cache))
     if found is None:
         found = run_in_full(DecodeCall(*arguments), key, given)
     return found if return_lse else found[0]

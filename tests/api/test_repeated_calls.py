@@ -267,6 +267,8 @@ def test_no_tensor_is_kept_alive() -> None:
     for name in ("sm_scale", "window_left", "causal", "o_dtype", "kv_layout"):
         with pytest.raises(ValueError, match=name):
             single_prefill_with_kv_cache(**{**given, name: wrong})
+    with pytest.raises(TypeError, match="not alike"):
+        calls.interned(1.0, (None, wrong))
     q, k, v = tensors(kv_len=300, dim=64).values()
     for backend, kv_len in itertools.product(("fa2", "xqa"), (100, 100, 100, 101)):  # and replays
         out = single_decode_with_kv_cache(q[0], k[:kv_len], v[:kv_len], backend=backend)

@@ -10,10 +10,10 @@ import torch
 import cute_attn
 from cute_attn import ArgumentError, ArgumentTypeError, flash_mla
 from cute_attn.integrations import latent
-from cute_attn.request import block_sparse
+from cute_attn.request import block_sparse, operands
 from cute_attn.wrappers import calls
 from perf.pretended_gpu import NullDriver
-from tests.support.entry_points import CACHE, ENTRIES, OTHERS, Entry, Planned, direct, without, zeros
+from tests.support.entry_points import CACHE, DIM, ENTRIES, OTHERS, Entry, Planned, direct, without, zeros
 from tests.support.launch_corpus import RecordingDriver, parameters, pretended
 from tests.support.mla_case import LATENT, MlaCase
 
@@ -97,6 +97,16 @@ def test_launches(name: str, backend: str, new: bool, monkeypatch: pytest.Monkey
             assert repeated[0]
 
 
+def test_rows_that_kernels_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied in every call, also where rows by kv head are the query's own memory."""
+    monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
+    entry, driver = ENTRIES["variable blocks"], RecordingDriver()
+    q = torch.cat((entry.tensors["q"],) * 2, dim=2)[:, :, : DIM + 1].contiguous()[:, :, :DIM]
+    with pretended(driver):
+        call, given = entry.begin(entry.tensors, "auto"), entry.tensors | {"q": q}
+        assert launched(driver, call, given, {}) == launched(driver, call, given, {})
+
+
 @pytest.mark.parametrize("scales", [(), (None, None), torch.ones(8), torch.ones(4, 3), 1.0], ids=str)
 @pytest.mark.parametrize("name", ["single prefill", "paged", "ragged", "decode", "xqa", "trtllm"])
 def test_block_scales_after_calls_without_them(name: str, scales: Any) -> None:
@@ -108,3 +118,29 @@ def test_block_scales_after_calls_without_them(name: str, scales: Any) -> None:
             call(entry.tensors)
         with pytest.raises((ArgumentError, ArgumentTypeError), match="kv_cache_sf"):
             call({**entry.tensors, "kv_cache_sf": scales})
+
+
+@pytest.mark.parametrize("name", ["single prefill", "paged", "trtllm, lse by heads"])
+@pytest.mark.parametrize("written", ["out", "lse"])
+def test_outputs_that_only_inference_mode_may_write(name: str, written: str) -> None:
+    entry = ENTRIES[name]
+    with torch.inference_mode():
+        of_inference = entry.tensors[written].clone()
+    with pretended(NullDriver()):
+        call = entry.begin(entry.tensors, "auto")
+        call(entry.tensors)
+        with pytest.raises(ArgumentError, match=f"{written} is written and must not be an inference tensor"):
+            call({**entry.tensors, written: of_inference})
+
+
+@pytest.mark.parametrize("name", ["paged", "trtllm fmha, pages", "xqa", "trtllm"])
+def test_one_cache_twice_is_no_cache(name: str) -> None:
+    """After calls with that cache of keys and values."""
+    entry = ENTRIES.get(f"{name}, one cache", ENTRIES[name])
+    place = "the cache" if "the cache" in entry.tensors else "kv_cache"
+    with pretended(NullDriver()):
+        call = entry.begin(entry.tensors, "auto")
+        call(entry.tensors)
+        for count in (1, 2):
+            with pytest.raises((ArgumentError, ArgumentTypeError), match="cache"):
+                call({**entry.tensors, place: (entry.tensors[place],) * count})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -218,6 +219,25 @@ def test_threads_share_a_launch(driver: StubDriver) -> None:
         number = run["stream"]
         assert run["grid"] == (number, 1, 1)
         assert run["params"] == expected_params((number, number, number, number, number))
+
+
+def test_an_interrupted_launch_blocks_no_later_one(driver: StubDriver) -> None:
+    def interrupt(*_: object) -> None:
+        raise InterruptedError
+
+    def fire_on() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 1e-4)
+        while True:
+            bound.fire(0, VALUES, ((1, 1, 1),))
+
+    bound, before = Launch(toy(), 0).bind({}, NAMES), signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(1000):
+            with pytest.raises(InterruptedError):
+                fire_on()
+            assert not bound._constant[-1].locked()
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_imports_without_cuda_python() -> None:

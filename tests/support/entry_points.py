@@ -316,6 +316,7 @@ BATCHES = {
     **{f"paged{form}": batch(PAGES_OF_2 | more, PAGED, PLAN_PAGED) for form, more in MORE_PAGED.items()},
     "paged, one cache": batch(without(PAGES_OF_2, "k", "v") | ONE_CACHE, PAGED, PLAN_PAGED),
     "paged, lse by heads": batch(PAGES_OF_2 | COLUMNS, PAGED, PLAN_PAGED, lse_layout="HN", return_lse=True),
+    "paged, natural lse": batch(PAGES_OF_2, PAGED, PLAN_PAGED, lse_base="ln", return_lse=True),
     "paged, CUDA graph": batch(PAGES_OF_2 | GRAPH, PAGED, PLAN_PAGED, PAGED_BUFFERS),
     "paged, CUDA graph, mask": batch(PAGES_OF_2 | GRAPH | GRAPH_MASK, PAGED, PLAN_PAGED, PAGED_BUFFERS | MASK_BUFFERS),
     "paged with ranges": batch(
