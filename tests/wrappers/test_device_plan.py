@@ -81,7 +81,7 @@ def test_a_graph_wrapper_keeps_its_records_in_place(cases: list[BatchCase]) -> N
                 with emulated_device():
                     planned.plan(**moved(case, inputs, "cpu"))
                     compare(case, inputs, planned)
-            records = planned._plan_info.launch.planned.records
+            records, _ = planned._plan_info.launch.planned.records
             places.add(records.data_ptr())
             schedules.append(records.clone())
             for name, buffer in buffers.items():
@@ -203,7 +203,7 @@ def test_a_captured_first_run_reads_the_index_buffers(cases: list[BatchCase], mo
                 captured = planned._plan.with_options(num_qo_heads=case.num_qo_heads // 2)
                 captured.schedule_for_run()
         run = captured.batch.launch.planned
-        places = {x.data_ptr() for x in run.device_lengths.arrays().values()}
+        places = {x.data_ptr() for x in run.lengths.arrays().values()}
         assert places == {x.data_ptr() for name, x in buffers.items() if "indices" not in name}
         planned.plan(**moved(other, later, "cpu"))
         compare(other, later, planned)
