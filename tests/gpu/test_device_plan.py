@@ -51,9 +51,8 @@ def backends(case: BatchCase) -> list[str]:
 
 def test_schedules_are_those_of_a_plain_program() -> None:
     """Of lengths on the GPU and on the host."""
-    here, found = gpu.of_device(torch.cuda.current_device()), []
-    for i, case in enumerate(cases(2 * BATCHES, seed=11)):
-        found.append(difference(case, here, "cuda", on_host=i % 2 > 0))
+    here, drawn = gpu.of_device(torch.cuda.current_device()), enumerate(cases(2 * BATCHES, seed=11))
+    found = [difference(case, here, "cuda", on_host=i % 2 > 0) for i, case in drawn]
     wrong = [each for each in found if each]
     assert not wrong, f"{len(wrong)} of {len(found)}: {wrong[0]}"
 

@@ -90,6 +90,8 @@ def test_buffers_are_filled_and_returned(case: BatchCase) -> None:
     returned = made.run(inputs.q, *inputs.kv, out=out, lse=lse, return_lse=True)
     assert returned[0] is out
     assert returned[1] is lse
+    lse.fill_(math.nan)
+    assert made.run(inputs.q, *inputs.kv, out=out, lse=lse) is out  # `lse` alone returns nothing more, but is filled
     assert_batch_right(case, inputs, out, lse)
     assert wide[:, -1].isnan().all()
 
