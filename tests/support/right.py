@@ -127,10 +127,9 @@ def emulate_call(
 def launched(emulation: Emulation, first: int = 0) -> list[Any]:
     """The records of launches that compute, from number `first` on: not of the planner, nor merges of nothing."""
 
-    def computes(kernel: str, instructions: Iterable[str]) -> bool:
-        if kernel == "combine":
-            return any(form.startswith("ex2") for form in instructions)  # of the weights of partial results
-        return kernel not in ("plan", "lengths")
+    def computes(kernel: str, forms: Iterable[str]) -> bool:
+        merges = any(form.startswith("ex2") for form in forms)  # of the weights of partial results
+        return merges if kernel == "combine" else kernel not in ("plan", "lengths")
 
     return [x for x in emulation.records[first:] if computes(x.spec["kernel"], x.stats.instructions)]
 
