@@ -359,7 +359,7 @@ VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter; of a f
     "BatchMLA*.output_scale": "per-tensor",
     "BatchMLA*.scale_mode": "bmm-scalar",
     "BatchMLA*.use_sinks": Value(False, ("sinks",)),
-    "BatchMLA*.backend": "nothing",
+    "BatchMLA*.backend": "cutlass",
     "BatchMLA*.__init__.k*": ints(0, 0, 0),
     "BatchMLA*.__init__.q*": ints(0, 0, 0),
     **{f"BatchMLA*.run.{name}": LATENT_PARTS[name].flip(0) for name in ("q_nope", "q_pe", "ckv_cache", "kpe_cache")},

@@ -66,6 +66,8 @@ def test_packed_tensors_give_what_split_ones_give() -> None:
     case.check(case.trtllm(backend="reference"))
     with pytest.raises(ArgumentError, match="kv_cache must be split, as planned, got it packed"):
         wrapper.run(query=case.q, kv_cache=case.cache)
+    with pytest.raises(ArgumentError, match="kv_cache must not come with ckv_cache"):
+        wrapper.run(*case.parts(), kv_cache=case.parts()[2:])
 
 
 def test_outputs_of_the_caller() -> None:

@@ -102,10 +102,7 @@ def test_narrow_windows(case: tuple[tuple[int, int], BatchCase], schedule: Sched
 
 @pytest.mark.parametrize(("batch", "schedule"), in_turn(CUT, structure=all_alike), ids=name)
 def test_cut_last_wave(batch: BatchCase, schedule: Schedule) -> None:
-    with (
-        mock.patch.object(persistent_family, "launch_of", return_value="long"),
-        scheduling(cut=(1, 2)),
-    ):
+    with mock.patch.object(persistent_family, "launch_of", return_value="long"), scheduling(cut=(1, 2)):
         emulation = solve_on(FA3, batch, schedule, sms=3 if batch.head_dim_qk == 256 else 2)
     assert_cut(FA3, emulation)
     assert_tile("long", batch.mask, emulation)

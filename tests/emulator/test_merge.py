@@ -16,7 +16,7 @@ from cute_attn.dispatch import merge
 from cute_attn.integrations.distributed.decode import Partials
 from cute_attn.integrations.distributed.ranks import Ranks
 from cute_attn.kernels.combine.spec import FEW_ROWS, RESIDENT_ROWS, WARPS, CombineSpec
-from cute_attn.schedule.records import Merge
+from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, Merge
 from tests.support.batch_case import BatchCase, heads, paged
 from tests.support.emulated_calls import emulated_merge
 from tests.support.graphs import graph_wrapper
@@ -133,9 +133,10 @@ def test_fewer_warps_than_rows(kernels: str, case: BatchCase, schedule: str) -> 
     made: Any = graph_wrapper(case, "cpu", 60, 0, backend="emulator")[0]
     with emulator.using("sm_90a", kernels=kernels, schedule=emulator.Schedule(schedule, 1), sms=1) as emulation:
         assert_planned_right(case, made)
-    plan = made._planned().launch.planned.schedule
-    merges = plan.work.merges
-    cut = int((merges[:, Merge._fields.index("qo_len")] > 0).sum())
+    planned = made._planned().launch.planned
+    plan, (items, merges, _) = planned.schedule, planned.schedule.room.capacity
+    records = planned.records[0][items * ITEM_INTS :][: merges * MERGE_INTS].view(-1, MERGE_INTS)
+    cut = int((records[:, Merge._fields.index("qo_len")] > 0).sum())
     grids = [record.grid for record in emulation.records if record.spec["kernel"] == CombineSpec.kernel]
     assert grids == [(ROWS // WARPS, 1, 1)]
     assert plan.combine.num_rows > ROWS

@@ -51,11 +51,9 @@ def backends(case: BatchCase) -> list[str]:
 
 def test_schedules_are_those_of_a_plain_program() -> None:
     """Of lengths on the GPU and on the host."""
-    here, found = gpu.of_device(torch.cuda.current_device()), []
-    for i, case in enumerate(cases(2 * BATCHES, seed=11)):
-        found.append(difference(case, here, "cuda", on_host=i % 2 > 0))
-    wrong = [each for each in found if each]
-    assert not wrong, f"{len(wrong)} of {len(found)}: {wrong[0]}"
+    here, drawn = gpu.of_device(torch.cuda.current_device()), enumerate(cases(2 * BATCHES, seed=11))
+    wrong = [found for i, case in drawn if (found := difference(case, here, "cuda", on_host=i % 2 > 0))]
+    assert not wrong, f"{len(wrong)} of {2 * BATCHES}: {wrong[0]}"
 
 
 @pytest.mark.parametrize("case", LARGEST, ids=IDS)

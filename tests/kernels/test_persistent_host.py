@@ -45,9 +45,8 @@ def tile_of(target: Target, problem: Problem) -> Any:
 
 def maps(target: Target, problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
     made, q, k = TensorMaps(problem.settings, tile_of(target, problem), heads), problem.q, problem.k
-    return decode(made.q(q)(problem.qo_len, q.data_ptr())), decode(
-        made.kv(k, made.box_rows)(problem.kv_len, k.data_ptr())
-    )
+    of_k = made.kv(k, made.box_rows)(problem.kv_len, k.data_ptr())
+    return decode(made.q(q)(problem.qo_len, q.data_ptr())), decode(of_k)
 
 
 def test_empty_and_single_axes(target: Target) -> None:

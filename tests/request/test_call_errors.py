@@ -257,7 +257,7 @@ BAD: dict[str, list[Row]] = {  # by entry: what changes, the message, and the er
     ],
     "positions": [
         ({"nnz": 2.0}, "nnz must be an int", ArgumentTypeError),
-        ({"nnz": 1 << 62}, "nnz must be at most"),
+        *(({"nnz": x}, f"nnz must be at {bound}") for x, bound in ((-1, "least 0, got -1"), (1 << 62, "most"))),
         ({"append_indptr": ints(5, 2, 0)}, "append_indptr must not decrease"),
         ({"append_indptr": ints()}, "append_indptr must have batch_size"),
         ({"batch_indices": torch.zeros(3, dtype=torch.int64)}, "batch_indices must have dtype int32"),

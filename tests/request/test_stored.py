@@ -128,7 +128,7 @@ def test_first_and_repeated_calls(entry: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
     but = ["a tangent"] * (entry in BY_TORCH) + ["off alignment"] * (entry in OTHERS)
     with pretended(NullDriver()):
-        call, given = ENTRIES[entry].begin(ENTRIES[entry].tensors, "auto"), dict(ENTRIES[entry].tensors)
+        call, given = ENTRIES[entry].begin(ENTRIES[entry].tensors, "auto"), ENTRIES[entry].on("cpu")
         for calls in (0, 3):
             for _ in range(calls):
                 call(given)

@@ -163,13 +163,7 @@ def test_memory_that_a_kernel_has_written_is_known_by_its_layout() -> None:
     """What was not sent was not written."""
     staging = Staging(CPU)
     found = []
-    for size, layout, sent in (
-        (10, "a", True),
-        (10, "a", True),
-        (10, "b", False),
-        (10, "a", True),
-        (1 << 20, "a", True),
-    ):
+    for size, layout, sent in zip((10, 10, 10, 10, 1 << 20), "aabaa", (True, True, False, True, True), strict=True):
         *_, fresh = staging.written_on_device(size, 4, layout)
         (staging.send if sent else staging.discard)()
         found.append(fresh)

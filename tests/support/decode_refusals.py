@@ -61,7 +61,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         *options("kv_cache_sf", (K, K)),
         *options("bmm1_scale", math.nan, math.inf, 1e39, "1", [1.0] * 10_000, True, torch.ones(2), torch.ones(1).int()),
         *options("bmm2_scale", math.nan, -math.inf, "x", (1.0,), True, torch.ones(2), torch.ones(1).int()),
-        *options("o_scale", 0.0, -1.0, math.nan, "1", True),
+        *options("o_scale", 0.0, -1.0, math.nan, "1", True, torch.ones(1)),
         *options("window_left", None, 1.5, "2", [1] * 10_000),
         *options("kv_layout", "DHN", None, 3, ["NHD"] * 10_000),
         *options("enable_pdl", 1, "yes", 0.0),

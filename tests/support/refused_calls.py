@@ -40,7 +40,7 @@ def equal_options(changes: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def assert_refused(call: Call, entry: Entry, row: Row) -> None:
     """The same in the first call and after good ones, among them those whose options equal the wrong ones."""
-    given, errors = dict(entry.tensors), []
+    given, errors = entry.tensors | {name: entry.tensors[name].clone() for name in entry.written}, []
     written = [given[name].view(torch.uint8) for name in entry.written]
     for _ in range(2):
         for x in written:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,14 +126,12 @@ def emulate_call(
 
 def launched(emulation: Emulation, first: int = 0) -> list[Any]:
     """The records of launches that compute, from number `first` on: not of the planner, nor merges of nothing."""
-    records = emulation.records[first:]
-    merged = {"ex2"}  # forms that a combine kernel executes where it has work
-    return [
-        record
-        for record in records
-        if record.spec["kernel"] not in ("plan", "lengths")
-        and (record.spec["kernel"] != "combine" or merged & {form[:3] for form in record.stats.instructions})
-    ]
+
+    def computes(kernel: str, forms: Iterable[str]) -> bool:
+        merges = any(form.startswith("ex2") for form in forms)  # of the weights of partial results
+        return merges if kernel == "combine" else kernel not in ("plan", "lengths")
+
+    return [x for x in emulation.records[first:] if computes(x.spec["kernel"], x.stats.instructions)]
 
 
 def families(emulation: Emulation) -> list[str]:

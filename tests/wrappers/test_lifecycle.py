@@ -90,6 +90,8 @@ def test_buffers_are_filled_and_returned(case: BatchCase) -> None:
     returned = made.run(inputs.q, *inputs.kv, out=out, lse=lse, return_lse=True)
     assert returned[0] is out
     assert returned[1] is lse
+    lse.fill_(math.nan)
+    assert made.run(inputs.q, *inputs.kv, out=out, lse=lse) is out  # `lse` alone returns nothing more, but is filled
     assert_batch_right(case, inputs, out, lse)
     assert wide[:, -1].isnan().all()
 
@@ -137,7 +139,10 @@ def test_positional_plan_of_decode() -> None:
     made, inputs = wrapper(case), make(case)
     where = (inputs.kv_indptr, inputs.kv_indices, inputs.last_page_len)
     made.plan(*where, 4, 2, 64, 4, "NONE", 4, 3.0, "bfloat16", sm_scale=None)
-    run(case, inputs, made)
+    for window_left in (None, 4):  # a run may repeat what the plan said, and nothing else
+        run(case, inputs, made, window_left=window_left)
+    with pytest.raises(ArgumentError, match="the planned 4, got -1"):
+        run(case, inputs, made, window_left=-1)
     with pytest.raises(TypeError, match="multiple values for argument 'window_left'"):
         made.plan(*where, 4, 2, 64, 4, "NONE", 4, window_left=4)
 

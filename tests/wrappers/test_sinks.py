@@ -94,6 +94,8 @@ def test_scales_change_with_fixed_buffers(device: str) -> None:
 
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_jit_args_of_the_sink_variant(kind: Any) -> None:
+    for nothing in ({}, None):
+        assert BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1 << 16), jit_kwargs=nothing)._sink_variant is None
     options = {"jit_args": kind(variant()), "jit_kwargs": {"use_sliding_window": False}}
     paged: Any = BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1 << 18), "NHD", backend="auto", **options)
     paged.plan(*index(), *SIZES, **PLAN)
