@@ -59,12 +59,14 @@ class Room(NamedTuple):
     @classmethod
     def of(cls, lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> Room:
         """Return the room for lengths on the host. Raises what hinders their schedule."""
-        capacity, sizes = capacity_for(lengths, params, limits), limits.graph or room_for(lengths)
-        room = cls(capacity, sizes, max_query_tiles(sizes, params), fixed_chunk(params, limits))
+        sizes = (limits.graph or room_for(lengths))._replace(max_kv_len=lengths.longest_kv)
+        capacity, chunk = capacity_for(lengths, params, limits), fixed_chunk(params, limits)
+        room = cls(capacity, sizes, max_query_tiles(sizes, params), chunk)
         if not room.is_countable(params):
             raise RuntimeArgumentError(
                 f"a batch must have at most {MAX_TILES} query tiles and splits of them, and {MAX_PRODUCT} for all kv "
-                f"heads, got {room.capacity.items} for {lengths.rows} query tokens: plan fewer requests at a time"
+                f"heads, got {max(room.tiles, capacity.items)} for {lengths.rows} query tokens and requests of up to "
+                f"{lengths.longest_kv} keys: plan fewer requests at a time"
             )
         return room
 
@@ -92,7 +94,7 @@ class Room(NamedTuple):
     def is_countable(self, params: SchedulerParams) -> bool:
         """Tell whether records and products of them fit the kernel's integers."""
         items, kv_tiles = self.capacity.items, ceil_div(self.longest_kv, params.cols)
-        if max(items * params.num_kv_heads, kv_tiles * MAX_SPLITS) > MAX_PRODUCT:
+        if items * params.num_kv_heads > MAX_PRODUCT or kv_tiles * MAX_SPLITS > 2 * MAX_PRODUCT:  # the latter unsigned
             return False
         return max(self.tiles, items) <= MAX_TILES
 
