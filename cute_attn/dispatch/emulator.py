@@ -220,7 +220,6 @@ def _tensors(name: str, value: object) -> dict[str, torch.Tensor]:
     """Returns the tensors of one field of a problem, by name."""
     if isinstance(value, torch.Tensor):
         return {name: value}
-    if not isinstance(value, tuple):
-        return {}
-    names = value._fields if isinstance(value, Extras) else [f"{name}[{i}]" for i in range(len(value))]
-    return {field: item for field, item in zip(names, value, strict=True) if isinstance(item, torch.Tensor)}
+    if isinstance(value, Extras):
+        return {name: item for name, item in value._asdict().items() if item is not None}
+    return {f"{name}[{i}]": item for i, item in enumerate(value if type(value) is tuple else ())}

@@ -18,9 +18,7 @@ from cute_attn.runtime.staging import Staging
 from cute_attn.schedule import constants
 from cute_attn.schedule.constants import ITEM_TIME, UNIT
 from cute_attn.schedule.params import Capacity, SchedulerParams
-from cute_attn.schedule.records import ITEM_INTS, MAX_SPLITS, MERGE_INTS
-
-NO_PARTIAL = -1
+from cute_attn.schedule.records import ITEM_INTS, MAX_SPLITS, MERGE_INTS, NO_PARTIAL
 
 
 def ceil_div(a: int, b: int) -> int:
