@@ -29,7 +29,7 @@ K = TypeVar("K")
 
 class PreparedKernel:
     """Launches of one kernel: addresses move, and a grid, strides, numbers of the schedule and scales are settled for
-    longer.     Subclasses define strides and addresses.
+    longer. Subclasses define strides and addresses.
     """
 
     counter: Callable[[int], int] | None = None  # from a stream to the address of the counters for a launch on it
