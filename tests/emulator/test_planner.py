@@ -48,7 +48,7 @@ SHAPES = {
     "no queries": case([0, 0, 0], [5, 0, 70]),
     "no keys": case([1, 3], [0, 0]),
     "one token": case([1], [1], page=0),
-    "one long request": case([1], [1 << 20]),
+    "one long request": case([1], [1 << 30]),
     "longer than any histogram has bins": case(np.ones(30), RNG.integers(1, 200_000, 30)),
     "4096 requests": case(np.ones(4096), RNG.integers(0, 900, 4096)),
     "4096 requests in L2 groups": case(np.ones(4096), RNG.integers(0, 5000, 4096), L2),
