@@ -371,7 +371,7 @@ CAPABILITIES = (
     Capability(
         "lengths and page tables on the device, without a plan (xqa_batch_decode_with_kv_cache)",
         lambda f: f.device_lengths,
-        _no("it schedules a batch from lengths on the host", "a batch wrapper", "fa4", "fa3", "fa2"),
+        _no("its launches need the schedule of a plan", "a batch wrapper", "fa4", "fa3", "fa2"),
     ),
     Capability(
         "tree masks of draft tokens",

@@ -183,10 +183,9 @@ class Staging:
         return self._next.uploaded.memory
 
     @property
-    def memory(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def memory(self) -> tuple[torch.Tensor, ...]:
         """All device memory: of uploads, of records, and scratch."""
-        uploaded, records, scratch, _ = self._next
-        return uploaded.memory, records.memory, scratch.memory
+        return tuple(area.memory for area in self._next[:3])
 
     @property
     def host_memory(self) -> torch.Tensor:
@@ -228,8 +227,7 @@ class Staging:
         records = self._area(before.records, size, DEVICE_CAPACITY, fixed)
         kept = self._area(before.scratch, scratch, DEVICE_CAPACITY)
         fresh = before.layout != layout or records is not before.records or kept is not before.scratch
-        if fresh:
-            self._next = before._replace(records=records, scratch=kept, layout=layout)
+        self._next = Areas(before.uploaded, records, kept, layout)
         return records.memory, kept.memory, fresh
 
     def write(self, function: Callable[[], Any]) -> None:
@@ -253,6 +251,10 @@ class Staging:
             write()
         self._writes.clear()
         self._sent = self._next
+
+    def forget_layout(self) -> None:
+        """Takes the memory as unwritten: launches that are captured write it in replays."""
+        self._next = self._next._replace(layout=None)
 
     def discard(self) -> None:
         """Forgets what was prepared, also if `send` has failed."""

@@ -56,8 +56,7 @@ def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
 
 def room_for(lengths: BatchLengths) -> GraphLimits:
     """Returns the sizes that a launch for these lengths alone needs."""
-    keys, most = lengths.total_kv, lengths.longest_qo
-    return GraphLimits(lengths.batch_size, lengths.rows, keys, most, lengths.longest_kv)
+    return GraphLimits(lengths.batch_size, lengths.rows, lengths.total_kv, lengths.longest_qo)
 
 
 def orders_by_l2(params: SchedulerParams, items: int, late: int) -> bool:

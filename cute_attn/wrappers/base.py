@@ -312,8 +312,8 @@ class BatchWrapper(EngineHooks, EndsForward):
 
         Returns
         -------
-        (float_bytes, int_bytes) : bytes of the float workspace that the schedule would use if there were no limit, and
-        bytes of the schedule's records, which are in memory that the wrapper allocates; (0, 0) on the reference
+        (float_bytes, int_bytes) : the most bytes of the float workspace that the schedule may use if there is no limit,
+        and bytes of the schedule's records, which are in memory that the wrapper allocates; (0, 0) on the reference
         backend. A smaller float workspace only means fewer splits, except with `fixed_split_size`, where `plan` then
         raises WorkspaceError.
 

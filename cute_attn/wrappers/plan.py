@@ -168,6 +168,7 @@ class Plan:
                 )
             if place.graph is not None:
                 lengths = place.graph.captured(lengths)
+            self.staging.write(self.staging.forget_layout)
         _schedule([self], lengths, features)
 
     def scheduled(self, lengths: Lengths, features: Features | None = None) -> BatchPlan:

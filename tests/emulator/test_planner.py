@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cute_attn.emulator.settings import using
+from cute_attn.errors import RuntimeArgumentError
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.planner import Room
 from cute_attn.problem import BatchLimits, DeviceLengths
@@ -15,7 +16,7 @@ from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from tests.support.device_schedules import Case, bounded, cases, difference, launch, room_of
-from tests.support.makespan import DECODE, PREFILL
+from tests.support.makespan import DECODE, PREFILL, lengths_of
 
 pytestmark = pytest.mark.emulator
 
@@ -47,7 +48,7 @@ SHAPES = {
     "no queries": case([0, 0, 0], [5, 0, 70]),
     "no keys": case([1, 3], [0, 0]),
     "one token": case([1], [1], page=0),
-    "one long request": case([1], [1 << 20]),
+    "one long request": case([1], [1 << 30]),
     "longer than any histogram has bins": case(np.ones(30), RNG.integers(1, 200_000, 30)),
     "4096 requests": case(np.ones(4096), RNG.integers(0, 900, 4096)),
     "4096 requests in L2 groups": case(np.ones(4096), RNG.integers(0, 5000, 4096), L2),
@@ -133,3 +134,7 @@ def test_it_refuses_what_it_cannot_count() -> None:
     assert Room.bounded(DECODE, longest.limits)
     for change in (many_splits, small, many_items):
         assert not Room.bounded(DECODE, longest.limits._replace(**change))
+    roomy = longest.limits._replace(graph=graph._replace(max_kv_tokens=1 << 31))
+    assert Room.of(lengths_of([1], [1 << 30]), DECODE, roomy)
+    with pytest.raises(RuntimeArgumentError, match=f"got {1 << 25} for {1 << 25} query tokens"):
+        Room.of(lengths_of([1 << 25], [1]), DECODE._replace(rows=1, group_size=1), LIMITS)

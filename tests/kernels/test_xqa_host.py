@@ -355,5 +355,5 @@ def test_single_calls_share_their_page_table() -> None:
     """Captured graphs read it, so that it must outlive the runner, of which only so many are remembered."""
     single = Settings(FEATURES._replace(kv_source="dense", device_lengths=False))
     runs = [FAMILY.prepare(single._replace(sm_scale=sm_scale), GPU) for sm_scale in (1.0, 2.0)]
-    first, second = (run.records[0].data_ptr() for run in runs)
+    first, second = (run.records.data_ptr() for run in runs)
     assert first == second

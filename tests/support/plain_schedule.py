@@ -18,9 +18,7 @@ from cute_attn.runtime.staging import Staging
 from cute_attn.schedule import constants
 from cute_attn.schedule.constants import ITEM_TIME, UNIT
 from cute_attn.schedule.params import Capacity, SchedulerParams
-from cute_attn.schedule.records import ITEM_INTS, MAX_SPLITS, MERGE_INTS
-
-NO_PARTIAL = -1
+from cute_attn.schedule.records import ITEM_INTS, MAX_SPLITS, MERGE_INTS, NO_PARTIAL
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -85,11 +83,8 @@ def best_cut(visible: list[int], params: SchedulerParams, capacity: Capacity) ->
         time = max(sum(c * n for c, n in costs) * ctas // resident, in_waves, slowest)
         if partials:
             time += constants.COMBINE_TIME + partials * partial_cost * ctas // resident
-        if (
-            items > capacity.items
-            or partials > capacity.partials
-            or sum(n for _, k, n in parts if k > 1) > capacity.merges
-        ):
+        merges = sum(n for _, k, n in parts if k > 1)
+        if items > capacity.items or partials > capacity.partials or merges > capacity.merges:
             time = constants.IMPOSSIBLE
         if found is None or time < found[0]:
             found = time, chunk
@@ -183,9 +178,8 @@ def schedule(
         if count > 1:
             merges.append([start, qo_len, first_row, partials, count])
         for first, stop in itertools.pairwise(bounds):
-            kv_len, mask = int(lengths.kv_len[request]), 0
-            if lengths.mask_offset is not None:
-                mask = int(lengths.mask_offset[request])
+            kv_len = int(lengths.kv_len[request])
+            mask = 0 if lengths.mask_offset is None else int(lengths.mask_offset[request])
             low = mask & 0xFFFFFFFF
             record = [start, qo_len, int(lengths.kv_start[request]), kv_len, first_row, first * params.cols]
             record += [min(stop * params.cols, kv_len), partials if count > 1 else NO_PARTIAL]

@@ -205,6 +205,7 @@ def test_a_captured_first_run_reads_the_index_buffers(cases: list[BatchCase], mo
         run = captured.batch.launch.planned
         places = {x.data_ptr() for x in run.lengths.arrays().values()}
         assert places == {x.data_ptr() for name, x in buffers.items() if "indices" not in name}
+        assert captured.staging._sent.layout is None  # nothing is written before a replay
         planned.plan(**moved(other, later, "cpu"))
         compare(other, later, planned)
 

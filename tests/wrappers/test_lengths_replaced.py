@@ -11,7 +11,6 @@ import torch
 
 from cute_attn.emulator.settings import using
 from cute_attn.errors import ArgumentError, WorkspaceError
-from cute_attn.kernels.host.planner import memory_sizes
 from cute_attn.problem import BatchLengths
 from cute_attn.request import batch_run
 from cute_attn.request.index_arrays import IndexArrays
@@ -19,7 +18,7 @@ from tests.support.batch_case import BatchCase, call, decode, dims, heads, make,
 from tests.support.device_plan import DECODE, PAGED, RAGGED
 from tests.support.graphs import graph_wrapper
 from tests.support.noted import noted
-from tests.support.right import assert_planned_right, assert_right, families
+from tests.support.right import assert_planned_right, assert_right
 
 on_the_emulator = pytest.mark.emulator
 WIDE: dict[str, Any] = {**heads(4, 2), "head_dim_qk": 128, "head_dim_vo": 128}
@@ -57,10 +56,9 @@ def assert_follows(cases: list[BatchCase], graph: bool) -> Any:
     alone.plan(**second[1])
     now, own = planned._plan_info, alone._plan_info
     assert own.launch is not launch
-    schedule, other = launch.planned.schedule, own.launch.planned.schedule
-    assert schedule == other
-    size = sum(memory_sizes(schedule.room)[0])
-    assert torch.equal(*(each.launch.planned.records[0][:size] for each in (now, own)))
+    assert launch.planned.schedule == own.launch.planned.schedule
+    ints = launch.planned.schedule.workspace()[1] // 4
+    assert torch.equal(*(batch.launch.planned.records[0][:ints] for batch in (now, own)))
     assert (now.rows, now.lengths.kv_end) == (own.rows, own.lengths.kv_end)
     return planned
 

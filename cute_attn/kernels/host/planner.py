@@ -59,12 +59,14 @@ class Room(NamedTuple):
     @classmethod
     def of(cls, lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> Room:
         """Return the room for lengths on the host. Raises what hinders their schedule."""
-        capacity, sizes = capacity_for(lengths, params, limits), limits.graph or room_for(lengths)
-        room = cls(capacity, sizes, max_query_tiles(sizes, params), fixed_chunk(params, limits))
+        sizes = (limits.graph or room_for(lengths))._replace(max_kv_len=lengths.longest_kv)
+        tiles, chunk = max_query_tiles(sizes, params), fixed_chunk(params, limits)
+        room = cls(capacity_for(lengths, params, limits), sizes, tiles, chunk)
         if not room.is_countable(params):
             raise RuntimeArgumentError(
                 f"a batch must have at most {MAX_TILES} query tiles and splits of them, and {MAX_PRODUCT} for all kv "
-                f"heads, got {room.capacity.items} for {lengths.rows} query tokens: plan fewer requests at a time"
+                f"heads, got {max(tiles, room.capacity.items)} for {lengths.rows} query tokens and requests of up to "
+                f"{lengths.longest_kv} keys: plan fewer requests at a time"
             )
         return room
 
@@ -92,9 +94,8 @@ class Room(NamedTuple):
     def is_countable(self, params: SchedulerParams) -> bool:
         """Tell whether records and products of them fit the kernel's integers."""
         items, kv_tiles = self.capacity.items, ceil_div(self.longest_kv, params.cols)
-        if max(items * params.num_kv_heads, kv_tiles * MAX_SPLITS) > MAX_PRODUCT:
-            return False
-        return max(self.tiles, items) <= MAX_TILES
+        unsigned = kv_tiles * MAX_SPLITS <= 2 * MAX_PRODUCT
+        return unsigned and items * params.num_kv_heads <= MAX_PRODUCT and max(self.tiles, items) <= MAX_TILES
 
 
 class Planner:
@@ -124,19 +125,17 @@ class Planner:
             uploaded, read = staging.uploaded, _on_device(lengths)
         sizes, scratch = memory_sizes(room)
         records, kept, fresh = staging.written_on_device(sum(sizes), scratch[-1], (sizes, scratch), fixed)
-        values = self.values(room)
         items = records.data_ptr()
         memory = items, items + 4 * sizes[0], *(kept.data_ptr() + 4 * start for start in scratch[:-1])
-        settled = (1, 1, 1), values, memory
+        settled = (1, 1, 1), self.values(room), memory
         staging.write(functools.partial(self, (*read, int(fresh)), settled))
         return records, uploaded
 
     def values(self, room: Room) -> Values:
         """Return the values of ROOM_FIELDS."""
         sizes, (items, merges, partials) = room.sizes, room.capacity
-        kv_tiles = ceil_div(room.longest_kv, self.params.cols)
         pages = max(ceil_div(room.longest_kv, self.page_size), 1)
-        chunk = min(room.chunk, kv_tiles + 1)
+        chunk = min(room.chunk, ceil_div(room.longest_kv, self.params.cols) + 1)
         return sizes.batch_size, sizes.max_rows, pages, chunk, room.tiles, items, merges, min(partials, MAX_PRODUCT)
 
     def __call__(self, lengths: Values, settled: tuple[object, ...]) -> None:
@@ -148,8 +147,7 @@ def memory_sizes(room: Room) -> tuple[tuple[int, int], tuple[int, ...]]:
     """Return the int32 numbers of items and of merges, and where the arrays that the kernel keeps for itself begin, and
     the last one ends: 16-byte alignment.
     """
-    items, merges, _ = room.capacity
-    batch = room.sizes.batch_size
+    (items, merges, _), batch = room.capacity, room.sizes.batch_size
     sizes = COUNTS, batch + 1, batch, max(items, batch), 4 * room.tiles, 4 * items
     starts = itertools.accumulate((-(-size // 4) * 4 for size in sizes), initial=0)
     return (items * ITEM_INTS, merges * MERGE_INTS), (*starts,)
