@@ -18,7 +18,7 @@ from tests.support.batch_case import BatchCase, call, decode, dims, heads, make,
 from tests.support.device_plan import DECODE, PAGED, RAGGED
 from tests.support.graphs import graph_wrapper
 from tests.support.noted import noted
-from tests.support.right import assert_planned_right, assert_right
+from tests.support.right import assert_planned_right, assert_right, families
 
 on_the_emulator = pytest.mark.emulator
 WIDE: dict[str, Any] = {**heads(4, 2), "head_dim_qk": 128, "head_dim_vo": 128}
