@@ -32,13 +32,11 @@ DEALT = 36  # positions of a segment that CTAs take whole as they become free, s
 
 
 class Shape(NamedTuple):
-    """What is known of a launch when its kernel is chosen."""
+    """What is known of a launch when its kernel is chosen. None: not known."""
 
     requests: int
     kv_heads: int = 1
-    keys: int | None = (
-        None  # most keys of a segment, in all launches: of a request, or within its window; None: unknown
-    )
+    keys: int | None = None  # most keys of a segment, in all launches: of a request, or within its window
     rows: int = 1  # packed query rows of a request and kv head
 
     def numbers(self, head_dim: int) -> dict[str, int]:

@@ -1,5 +1,5 @@
-"""Partition by tickets: where there are more segments than CTAs and none of them is long, a CTA takes the next segment
-as soon as it has finished one. No segment is cut, and CTAs whose memory answers late take fewer.
+"""Partition by tickets: where no segment is long, and there are more than CTAs or these guess their first one, a CTA
+takes the next segment as soon as it has finished one. None is cut, and CTAs whose memory answers late take fewer.
 
 Ticket t is segment t of the CTA group's sequence. The first two tickets of CTA c of C are c and c + C. The others come
 from a counter in global memory, one segment early: thread 0 draws a ticket before the first copies of the next segment
