@@ -179,7 +179,7 @@ def record_capacity(params: SchedulerParams, limits: BatchLimits) -> Capacity:
     if chunk:
         items = min(max_fixed_size_splits(limits.graph, params, chunk), tiles + partials)
         return Capacity(items, min(tiles, items // 2, partials // 2), partials)
-    if _fills_waves(params, limits):
+    if not limits.keeps_address and _fills_waves(params, limits.graph):
         return Capacity(tiles, 0, 0)
     return _with_splits(tiles, params, partials)
 
@@ -191,13 +191,10 @@ def _with_splits(tiles: int, params: SchedulerParams, partials: int) -> Capacity
     return Capacity(tiles + min(EXTRA_WAVES * wave, partials), merges, partials)
 
 
-def _fills_waves(params: SchedulerParams, limits: BatchLimits) -> bool:
+def _fills_waves(params: SchedulerParams, graph: GraphLimits) -> bool:
     """Tells whether a batch with lengths on the device is a prefill whose query tiles fill the GPU. The search
     splits none of 200 random ones, and a combine launch costs some 3 us even without work.
     """
-    graph = limits.graph
-    if graph is None or limits.keeps_address:
-        return False
     if not params.causal and graph.max_kv_tokens >= LONG_KEYS * graph.batch_size:
         return False  # equal tiles, whose last wave may be cut
     if graph.max_kv_tokens > MOST_PREFILL_KEYS * graph.max_rows:

@@ -132,8 +132,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
     ) -> PlanRequest:
         """Schedule a batch. Request i has the query tokens `qo_indptr[i]:qo_indptr[i + 1]`.
 
-        Index arrays are int32 or int64. No plan waits for the GPU: of index arrays there, the kernel `plan` makes the
-        schedule, of those on the CPU the host. The former is launched by the first run, whose q tells the number of
+        Index arrays are int32 or int64. No plan waits for the GPU: a kernel makes the schedule, of index arrays on the
+        CPU from an upload. For those on the GPU it is launched by the first run, whose q tells the number of
         rows (rows of q that belong to no request keep what out and lse hold); with `use_cuda_graph`, every plan after
         that run launches it, and may be captured: replays read the index arrays again. Values on the GPU are not
         checked; wrong ones give wrong results, but reach no other memory. Arguments that need lengths on the host cost
