@@ -24,7 +24,7 @@ SMALL_AMPERE = dataclasses.replace(named("sm_80"), smem_limit=named("sm_120a").s
 
 def settings(heads: int, dtype: torch.dtype = torch.bfloat16) -> MlaSettings:
     form = torch.bfloat16, dtype, 16, False
-    return MlaSettings(torch.device("cuda", 0), *form, heads, 64, True, 0.1, 0.1, 1.0, 1.0, None)
+    return MlaSettings(torch.device("cuda", 0), *form, heads, 64, True, 1.0, None)
 
 
 @pytest.mark.parametrize("arch", [*ARCHS.values(), SMALL_AMPERE], ids=lambda arch: f"{arch.name}-{arch.smem_limit}")
