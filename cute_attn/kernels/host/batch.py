@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from cute_attn.kernels.combine.spec import RowsOfWarps, rows_of_warps
+from cute_attn.kernels.host.combine import output_strides
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, launch_nothing, optional_tensors
 from cute_attn.kernels.host.planner import Room
@@ -127,9 +128,9 @@ class BatchRun(Runner):
         strides = prepared(tuple, strides)  # launches do not write again what is the same object
         scales, (roles, _) = kernel.scales(problem.settings), optional_tensors(problem)
         attention, combine = kernel.attention.of(roles), kernel.combine
-        out_strides, v_scale = kernel.output.strides(problem.out), scales[1:]
+        out_strides, v_scale = output_strides(problem.out), scales[1:]
         if combine is not None:
-            merge = combine.launches.of(roles)
+            merge = combine.of(roles)
         counter = kernel.counter
         latest: tuple[Launched, Settled, Settled] | None = None
 

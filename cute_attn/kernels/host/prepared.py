@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from cute_attn.kernels.host.combine import CombineKernel, Output
+from cute_attn.kernels.host.combine import FINAL_ROLES, STRIDE_FIELDS, output_strides
 from cute_attn.kernels.host.features import batched
-from cute_attn.kernels.host.operands import OptionalBounds
+from cute_attn.kernels.host.operands import OptionalBounds, plain_strides
 from cute_attn.kernels.host.params import UNBOUNDED, Fields
 from cute_attn.problem import Settings
 from cute_attn.runtime.launch import Launch, Values
@@ -40,27 +40,35 @@ class PreparedKernel:
         launch: Launch,
         static: Fields,
         groups: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
-        combine: CombineKernel | None = None,
+        combine: OptionalBounds | None = None,
         scale_unit: float = 1.0,
     ) -> None:
-        """`groups`: fields of addresses, of strides (but for the output's), and of numbers. `combine`: None for a
-        kernel that leaves no partials to combine. `scale_unit`: what the kernel's scale includes.
+        """`groups`: fields of addresses, of strides (but for the output's), and of numbers. `combine`: launches that
+        merge the partials; None for a kernel that leaves none. `scale_unit`: what the kernel's scale includes.
         """
-        addresses, strides, numbers = groups
-        output = Output(settings, partial=combine is not None and not batched(settings.features))
-        self.output, self.combine, self.scale_unit = output, combine, scale_unit
-        bound = addresses, strides + output.stride_fields, numbers, ("scale", "v_scale")
-        self.attention = OptionalBounds(launch, static | output.static, bound)
+        features, (addresses, strides, numbers) = settings.features, groups
+        self.settings, self.combine, self.scale_unit = settings, combine, scale_unit
+        self.partial_strides: Values = ()
+        if combine is not None and not batched(features):  # fp32 o [num_splits, qo_len, num_qo_heads, head_dim_vo]
+            row_bytes = 4 * features.head_dim_vo
+            self.partial_strides = features.num_qo_heads * row_bytes, row_bytes
+            static |= dict.fromkeys(FINAL_ROLES, 0)
+        bound = addresses, strides + STRIDE_FIELDS, numbers, ("scale", "v_scale")
+        self.attention = OptionalBounds(launch, static, bound)
 
     def scales(self, settings: Settings) -> Values:
         """Returns the values of the scales' fields."""
-        return settings.sm_scale * self.scale_unit, self.output.v_scale(settings)
+        return settings.sm_scale * self.scale_unit, 1.0 if self.partial_strides else settings.v_scale
 
     def strides(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values
     ) -> Values:
         """Returns the values of the strides' fields. `block_scales`: result of `operands.block_scale_strides`."""
-        raise NotImplementedError
+        return *self.read_strides(q, k, v, block_scales), *(self.partial_strides or output_strides(out))
+
+    def read_strides(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_scales: Values) -> Values:
+        """Returns those of what is read."""
+        return *plain_strides(self.settings, q, k, v), *block_scales
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
         """Returns a function that computes the values of the addresses' fields for tensors of these layouts; of single

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from cute_attn.kernels.combine.spec import rows_of_warps
+from cute_attn.kernels.host.combine import output_strides
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import (
     Fire,
@@ -40,7 +41,6 @@ class SingleSchedule(Generic[T]):
     grid: Grid
     numbers: Values  # of the kernel's length fields
     partial_bytes: int = 0  # of memory for partial results
-    kernel: PreparedKernel | None = None  # once a request has run
 
 
 Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
@@ -74,10 +74,9 @@ class SingleRun(Runner, Generic[T]):
         """`kernel` loads a kernel for a schedule's tile and heads, and for split keys or not. `records`: memory that
         launches read besides the problem's.
         """
-        self.device_index, self.sms, self.scheduler = gpu.device_index, gpu.sms, scheduler
-        self.kernel, self.records = kernel, records
+        self.device_index, self.sms, self.kernel, self.records = gpu.device_index, gpu.sms, kernel, records
         self.num_qo_heads, self.head_dim_vo = settings.features.num_qo_heads, settings.features.head_dim_vo
-        self.launch = functools.lru_cache(MAX_LENGTHS)(self._launch)  # the layers of a model repeat lengths
+        self.schedule = functools.lru_cache(MAX_LENGTHS)(scheduler)  # the layers of a model repeat lengths
 
     def bind(self, problem: Problem) -> Fire:
         """Returns a function that launches the attention kernel, and the combine kernel where keys are split."""
@@ -91,7 +90,7 @@ class SingleRun(Runner, Generic[T]):
             nonlocal latest
             kv_len, (known, work) = tensors[6], latest  # once: threads share this
             if work is None or known != kv_len:
-                schedule = self.launch(qo_len, kv_len)
+                schedule = self.schedule(qo_len, kv_len)
                 if work is None or schedule is not work.schedule or kv_len > work.most_keys:
                     work = self._work(schedule, tensors, *like, work)
                 latest = kv_len, work
@@ -123,8 +122,8 @@ class SingleRun(Runner, Generic[T]):
         before: Work | None,
     ) -> Work:
         """Returns the launches of a schedule. `before`: of another, which may have the same kernel."""
-        (q, k, v, out, _, _, kv_len), kernel = tensors, schedule.kernel
-        assert kernel is not None
+        q, k, v, out, _, _, kv_len = tensors
+        kernel = self.kernel(schedule.tile, schedule.heads, schedule.num_splits > 1)
         most_keys = kernel.most_keys(kv_len, k, v)
         if before is not None and before.kernel is kernel:
             addresses, strides = before.addresses, before.settled[1]
@@ -135,15 +134,7 @@ class SingleRun(Runner, Generic[T]):
         if (combine := kernel.combine) is not None:
             splits, to_merge = schedule.num_splits, qo_len * self.num_qo_heads
             merge_grid, *rows = rows_of_warps(to_merge, self.sms)
-            numbers, output = (*rows, qo_len, splits), combine.output
-            to_combine = merge_grid, output.strides(out), numbers, (output.v_scale(settings),)
-            combined = combine.launches.of(roles), to_combine, to_merge * splits * 4 * self.head_dim_vo
+            to_combine = merge_grid, output_strides(out), (*rows, qo_len, splits), (settings.v_scale,)
+            combined = combine.of(roles), to_combine, to_merge * splits * 4 * self.head_dim_vo
         attention, partials = kernel.attention.of(roles), schedule.partial_bytes // q.element_size()
         return Work(kernel, attention, addresses, settled, partials, combined, schedule, most_keys)
-
-    def _launch(self, qo_len: int, kv_len: int) -> SingleSchedule[T]:
-        """Returns the schedule of a request of these lengths with its kernel; `launch` memoises it."""
-        schedule = self.scheduler(qo_len, kv_len)
-        if schedule.kernel is None:
-            schedule.kernel = self.kernel(schedule.tile, schedule.heads, schedule.num_splits > 1)
-        return schedule

@@ -13,10 +13,9 @@ from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.smem_map import PersistentTile
 from cute_attn.kernels.blocks.tiles import tile_rows
 from cute_attn.kernels.formats import LINE
-from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.features import batched, rotates
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS
+from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS, OptionalBounds
 from cute_attn.kernels.host.params import (
     NO_BATCH,
     Fields,
@@ -132,7 +131,7 @@ class PersistentKernel(PreparedKernel):
     """
 
     def __init__(
-        self, settings: Settings, spec: PersistentSpec, heads: int, combine: CombineKernel | None, gpu: Gpu
+        self, settings: Settings, spec: PersistentSpec, heads: int, combine: OptionalBounds | None, gpu: Gpu
     ) -> None:
         features, tile = settings.features, spec.tile
         self.batch, launch = batched(features), gpu.loaded(spec, settings.enable_pdl)
@@ -163,12 +162,10 @@ class PersistentKernel(PreparedKernel):
         )
         super().__init__(settings, launch, static, groups, combine, scale_unit(spec.scores))
 
-    def strides(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values
-    ) -> Values:
-        """Returns the values of PAGE_FIELDS and BLOCK_SCALE_FIELDS, then the output's."""
+    def read_strides(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_scales: Values) -> Values:
+        """Returns the values of PAGE_FIELDS and BLOCK_SCALE_FIELDS."""
         pages = (*self.maps.strides(k), *self.maps.strides(v)) if self.paged else NO_PAGES
-        return *pages, *(block_scales if self.block_scales else ()), *self.output.strides(out)
+        return *pages, *(block_scales if self.block_scales else ())
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
         """Returns a function that computes tensor maps from addresses."""
