@@ -15,11 +15,14 @@ from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, trace
 from cute_attn.request import append as appending
 from cute_attn.request import batch_plan, checks, nvfp4
-from cute_attn.request.append import NO_SCALES, Append, Tensors
+from cute_attn.request.append import NO_SCALES, Append
 from cute_attn.request.nvfp4 import Pair
 from cute_attn.request.settings import MAX_INDEX
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import is_capturing
+from cute_attn.wrappers import calls
+
+Named = dict[str, torch.Tensor]
 
 __all__ = [
     "append_paged_kv_cache",
@@ -72,11 +75,14 @@ def append_paged_kv_cache(
     if is_dynamo_compiling():
         trace.operator("append")(locals())
         return
-    k_cache, v_cache = appending.writable_views("paged_kv_cache", paged_kv_cache, kv_layout)
-    appending.check_rows({"append_key": append_key, "append_value": append_value}, (k_cache, v_cache))
     table = appending.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    table.check(append_key.shape[0], k_cache)
-    _append((append_key, append_value), (k_cache, v_cache), table)
+    rows = {"append_key": append_key, "append_value": append_value}
+    call, written = _repeated(rows, paged_kv_cache, table, ("append", kv_layout))
+    if not written:
+        caches = appending.writable_views("paged_kv_cache", paged_kv_cache, kv_layout)
+        appending.check_rows(rows, caches)
+        table.check(append_key.shape[0], caches[0])
+        _append(call, rows, dict(zip(nvfp4.CACHE_NAMES, caches, strict=False)), table)
 
 
 @declare.operator("append_mla", mutates=("ckv_cache", "kpe_cache"))
@@ -109,20 +115,22 @@ def append_paged_mla_kv_cache(
     if is_dynamo_compiling():
         trace.operator("append_mla")(locals())
         return
+    table = appending.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    rows = {"append_ckv": append_ckv, "append_kpe": append_kpe}
+    call, written = _repeated(rows, (ckv_cache, kpe_cache), table, ("append latent rows",))
+    if written:
+        return
     pairs = (("append_ckv", append_ckv, "ckv_cache", ckv_cache), ("append_kpe", append_kpe, "kpe_cache", kpe_cache))
-    rows, caches = zip(*(appending.latent_rows(*pair) for pair in pairs), strict=True)
+    by_head, caches = zip(*(appending.latent_rows(*pair) for pair in pairs), strict=True)
     if caches[0].shape[:2] != caches[1].shape[:2] or caches[0].device != caches[1].device:
         raise ArgumentError(
             "ckv_cache and kpe_cache must have the same pages and page size, on one device, "
             f"got {checks.describe(ckv_cache)} and {checks.describe(kpe_cache)}"
         )
-    appending.check_same_rows({"append_ckv": append_ckv, "append_kpe": append_kpe})
-    table = appending.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    table.check(rows[0].shape[0], caches[0])
-    named = zip(("ckv_cache", "kpe_cache"), caches, strict=True)
-    read = zip(("append_ckv", "append_kpe", *table._fields), (*rows, *table), strict=True)
-    checks.apart(named, read)
-    append.run(Append(rows, caches, table))
+    appending.check_same_rows(rows)
+    table.check(append_ckv.shape[0], caches[0])
+    rows = dict(zip(rows, by_head, strict=True))
+    _append(call, rows, dict(zip(("ckv_cache", "kpe_cache"), caches, strict=True)), table)
 
 
 def get_batch_indices_positions(
@@ -239,11 +247,14 @@ def nvfp4_quantize_append_paged_kv_cache(
     if is_dynamo_compiling():
         trace.operator("append_nvfp4")(locals())
         return
-    caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, appending.writable_views)
-    appending.check_rows({"append_key": append_key, "append_value": append_value}, caches, 2, nvfp4.INPUTS)
     table = appending.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    table.check(append_key.shape[0], caches[0])
-    _append((append_key, append_value), caches, table, scale_caches, (k_scale, v_scale))
+    rows, scales = {"append_key": append_key, "append_value": append_value}, (k_scale, v_scale)
+    call, written = _repeated(rows, paged_kv_cache, table, ("NVFP4", kv_layout), kv_cache_sf, scales)
+    if not written:
+        caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, appending.writable_views)
+        appending.check_rows(rows, caches[0], 2, nvfp4.INPUTS)
+        table.check(append_key.shape[0], caches[0][0])
+        _append(call, rows, dict(zip(nvfp4.CACHE_NAMES, sum(caches, ()), strict=True)), table, scales)
 
 
 @declare.operator("append_nvfp4_slots", mutates=("paged_kv_cache", "kv_cache_sf"))
@@ -275,30 +286,74 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     if is_dynamo_compiling():
         trace.operator("append_nvfp4_slots")(locals())
         return
-    caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, appending.writable_views)
-    appending.check_rows({"append_key": append_key, "append_value": append_value}, caches, 2, nvfp4.INPUTS)
-    device = caches[0].device
+    slots, scales = appending.SlotMapping(slot_mapping), (k_scale, v_scale)
+    rows = {"append_key": append_key, "append_value": append_value}
+    device = checks.tensor("append_key", append_key).device
     if is_capturing(device):  # a graph would keep other scales as they are now, whatever the caller changes later
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if not isinstance(scale, torch.Tensor) or scale.device != device:
                 raise checks.wrong(f"{name} must be a float32 tensor on {device} during CUDA graph capture", scale)
+    call, written = _repeated(rows, paged_kv_cache, slots, ("NVFP4 to slots", kv_layout), kv_cache_sf, scales)
+    if written:
+        return
+    caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, appending.writable_views)
+    appending.check_rows(rows, caches[0], 2, nvfp4.INPUTS)
     appending.integers("slot_mapping", slot_mapping, None, device)
     nnz = slot_mapping.numel()
     if nnz > append_key.shape[0]:
         raise checks.wrong(f"append_key must have a row for each of {nnz} slots", append_key)
-    rows = append_key[:nnz], append_value[:nnz]
-    _append(rows, caches, appending.SlotMapping(slot_mapping), scale_caches, (k_scale, v_scale))
+    rows = {name: x[:nnz] for name, x in rows.items()}
+    _append(call, rows, dict(zip(nvfp4.CACHE_NAMES, sum(caches, ()), strict=True)), slots, scales)
 
 
-def _append(
-    rows: Pair, caches: Pair, slots: appending.Slots, scale_caches: Tensors = (), scales: tuple[Any, ...] = ()
-) -> None:
-    """Write rows to their slots, as NVFP4 where there are caches of block scales. Refuse caches that share memory with
-    each other or with another argument.
+Call = tuple[Any, Any]  # key and tensors, as `calls.enter_append` takes them
+
+
+def _repeated(
+    rows: dict[str, Any],
+    cache: Any,
+    slots: appending.Slots,
+    names: tuple[Any, ...],
+    scale_cache: Any = None,
+    scales: tuple[Any, ...] = NO_SCALES,
+) -> tuple[Call, bool]:
+    """Write rows as an earlier call did, and tell whether there was one like this. `names`: what is done, and the
+    layout of the caches.
     """
-    device, named_scales = caches[0].device, checks.named(("k_scale", "v_scale"), scales)
-    given = checks.named(("append_key", "append_value"), rows) + checks.named(slots._fields, slots)
-    checks.apart(checks.named(nvfp4.CACHE_NAMES, (*caches, *scale_caches)), given + named_scales)
+    try:
+        numbers, _, optional, on_cpu = calls.operands((*scales, None), None, None, None, None)
+        (k, v, of_cache), (k_sf, v_sf, of_scales) = map(_halves, (cache, scale_cache))
+        of_key, of_value = rows.values()
+        given = of_key, of_value, of_value, k, v, k_sf, optional, (*slots, *on_cpu), v_sf
+    except calls.NOT_TENSORS:
+        return (None, None), False
+    key, found = calls.repeated(calls.UNPLANNED, given, numbers, (*names, of_cache, of_scales))
+    return (key, given), found is not None
+
+
+def _halves(cache: Any) -> tuple[Any, Any, Any]:
+    """Return k and v of a cache that is a pair. Where one tensor has both, or pages of both take turns, return that
+    tensor or k, None, and what else equal calls have in common.
+    """
+    if not isinstance(cache, tuple | list):
+        return cache, None, None
+    k, v = cache
+    behind = v.data_ptr() - k.data_ptr()
+    if 0 < behind < k.stride(0) * k.itemsize:
+        return k, None, (behind, calls.layouts((v,)))
+    return k, v, None
+
+
+def _append(call: Call, rows: Named, caches: Named, slots: appending.Slots, scales: tuple[Any, ...] = ()) -> None:
+    """Write rows to their slots, as NVFP4 where the caches end with those of block scales, and leave the entry of the
+    call. Refuse caches that share memory with each other or with another argument.
+    """
+    (key, given), named_scales = call, checks.named(("k_scale", "v_scale"), scales)
+    checks.apart(caches.items(), [*rows.items(), *checks.named(slots._fields, slots), *named_scales])
+    written = tuple(caches.values())
+    device = written[0].device
     read = switches.validates() and not is_capturing(device)
     numbers = tuple(nvfp4.scale_of(name, scale, device, read) for name, scale in named_scales)
-    append.run(Append(rows, caches, slots, "nvfp4" if scales else "copy", scale_caches, numbers or NO_SCALES))
+    stored = "nvfp4" if scales else "copy"
+    fire = append.run(Append(tuple(rows.values()), written[:2], slots, stored, written[2:], numbers or NO_SCALES))
+    calls.enter_append(key, fire, given, written, len(slots[:4]))  # launches read no lengths of last pages

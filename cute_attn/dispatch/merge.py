@@ -8,7 +8,7 @@ import torch
 
 from cute_attn.kernels.combine.spec import CombineSpec, rows_of_warps
 from cute_attn.kernels.host.combine import FINAL_ROLES, NO_MERGES, ROW_FIELDS, STRIDE_FIELDS
-from cute_attn.kernels.host.gpu import Gpu, has_run
+from cute_attn.kernels.host.gpu import Gpu, on_gpu
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import short
 from cute_attn.request.settings import HALF
@@ -26,7 +26,7 @@ def run(o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, merged: torch.Ten
     states of both as many rows apart. `out`: contiguous `[rows, head_dim]` of 16 or 32 bits. `merged`: contiguous fp32
     `[rows]`, written as base-2 lse times `lse_scale`, or None.
     """
-    return fits(o, lse, out) and has_run(out.device, functools.partial(launch, o, lse, out, merged, lse_scale))
+    return fits(o, lse, out) and bool(on_gpu(out.device, functools.partial(launch, o, lse, out, merged, lse_scale)))
 
 
 def fits(o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> bool:

@@ -13,7 +13,19 @@ from cute_attn.integrations import latent
 from cute_attn.request import block_sparse, operands
 from cute_attn.wrappers import calls
 from perf.pretended_gpu import NullDriver
-from tests.support.entry_points import CACHE, DIM, ENTRIES, OTHERS, Entry, Planned, direct, without, zeros
+from tests.support.entry_points import (
+    CACHE,
+    DIM,
+    ENTRIES,
+    OTHERS,
+    PAIR,
+    SCALE_PAIR,
+    Entry,
+    Planned,
+    direct,
+    without,
+    zeros,
+)
 from tests.support.launch_corpus import RecordingDriver, parameters, pretended
 from tests.support.mla_case import LATENT, MlaCase
 
@@ -21,7 +33,7 @@ from tests.support.mla_case import LATENT, MlaCase
 XQA = direct(cute_attn.xqa_batch_decode_with_kv_cache, kv_layout="HND", max_seq_len=16)
 IN_ONE = {"kv_cache": zeros(4, 2, 2, 16, 32), "kv_cache_sf": zeros(4, 2, 2, 16, 4)}
 NVFP4 = without(ENTRIES["xqa, NVFP4"].tensors, *CACHE[1], "k_sf of kv_cache_sf", "v_sf of kv_cache_sf") | IN_ONE
-REPLAYED = {name: entry for name, entry in ENTRIES.items() if name not in OTHERS}
+REPLAYED = {name: entry for name, entry in ENTRIES.items() if name not in OTHERS or name.startswith("append")}
 PREFILL = ("trtllm context", "trtllm ragged", "trtllm fmha", "trtllm fmha, pages")  # wrappers keep their workspace
 REPLAYED |= {"xqa, NVFP4, one cache": ENTRIES["xqa, NVFP4"]._replace(tensors=NVFP4, begin=XQA)}
 
@@ -46,6 +58,19 @@ def by_flash_mla(case: MlaCase) -> Entry:
     return Entry(given, direct(flash_mla.flash_mla_with_kvcache, **options))
 
 
+def append_to_views(given: Any) -> Any:
+    """An append to caches that are parts of one tensor."""
+    cache, sf = (given[name].unbind(1) for name in ("cache", "sf"))
+    append = cute_attn.nvfp4_quantize_append_paged_kv_cache
+    return append(**without(given, "cache", "sf"), paged_kv_cache=cache, kv_cache_sf=sf)
+
+
+ROWS = without(ENTRIES["append NVFP4"].tensors, *PAIR[1], *SCALE_PAIR[1])
+BOTH, SF = zeros(4, 2, 16, 2, 32), zeros(4, 2, 16, 2, 4)
+REPLAYED |= {
+    "append, one cache": ENTRIES["append NVFP4"]._replace(tensors=ROWS | {PAIR[0]: BOTH, SCALE_PAIR[0]: SF}),
+    "append, parts of a cache": Entry(ROWS | {"cache": BOTH, "sf": SF}, lambda *_: append_to_views),
+}
 DRAFTS = MlaCase(q_lens=(3, 3), kv_lens=(70, 40), page_size=64)
 REPLAYED |= {"latent, vLLM": by_vllm(DRAFTS), "latent, FlashMLA": by_flash_mla(DRAFTS)}
 BYTES = MlaCase(q_lens=(3, 3), kv_lens=(70, 40), page_size=64, narrow=True, grouped=True, wide=True)

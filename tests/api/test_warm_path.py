@@ -20,13 +20,7 @@ PACKAGE = Path(cute_attn.__file__).parent
 WARM = 3  # calls until all that is kept is kept
 
 BUDGET = 6  # files that a repeated call enters
-# Entry points that enter more, by how many. Numbers fall and never rise. Appends are checked in full every time.
-LARGER = {
-    7: ("paged, head scales", "ragged, head scales", "blocks, head scales", "append"),
-    8: ("append NVFP4",),
-    9: ("append NVFP4 to slots",),
-}
-BUDGETS = dict.fromkeys(ENTRIES, BUDGET) | {name: files for files, names in LARGER.items() for name in names}
+BUDGETS = dict.fromkeys(ENTRIES, BUDGET)
 WITHOUT_KERNEL = {"dequantise pages", "concat", "positions", "merge"}  # torch operations
 
 

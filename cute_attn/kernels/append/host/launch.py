@@ -12,6 +12,7 @@ import torch
 
 from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, THREADS, VECTOR, AppendSpec
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.operands import Fire
 from cute_attn.kernels.host.params import Fields, divisor
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import short
@@ -61,8 +62,11 @@ class Layouts(NamedTuple):
     indices: tuple[Layout, ...]
 
 
-def run(append: Append, gpu: Gpu) -> bool:
-    """Launches the kernel on the current stream, and tells whether it can run the request: if not, nothing happens."""
+def run(append: Append, gpu: Gpu) -> Fire | None:
+    """Launches the kernel on the current stream, and returns what runs requests of keys and values that differ in
+    addresses; v of a cache that has one address lies as far behind k as here. None, and nothing happens, where the
+    kernel cannot run the request.
+    """
     slots = SLOTS[type(append.slots)]
     names = INDICES[slots]
     indices = [x if x.dtype in INDEX_DTYPES else x.int() for x in append.slots[: len(names)]]
@@ -71,11 +75,23 @@ def run(append: Append, gpu: Gpu) -> bool:
     plain = [tuple([(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in group]) for group in groups]
     found = prepared(_launches, gpu, append.stored, slots, *plain)
     if found is None:
-        return False
-    launch, settled = found
+        return None
+    (launch, settled), device = found, gpu.device_index
     numbers, places = _numbers(append.scales)
-    launch.fire(current_stream(gpu.device_index), (*addresses, *numbers, *places), settled)
-    return True
+    launch.fire(current_stream(device), (*addresses, *numbers, *places), settled)
+    behind, *behind_sf = (pair[-1].data_ptr() - pair[0].data_ptr() for pair in groups[1:3] if pair)
+
+    def fire(k: int, v: int, _: int, k_cache: int, v_cache: int, tensors: tuple[Any, ...]) -> None:
+        scales, *read = tensors[5:]  # on the device; addresses of block scales, those of v first, and of indices
+        caches: tuple[int, ...] = k_cache, v_cache or k_cache + behind
+        if behind_sf:
+            v_sf, k_sf, *read = read
+            caches += k_sf, v_sf if v_sf != k_sf else k_sf + behind_sf[0]
+        of_scales = iter(scales)
+        at = [next(of_scales).data_ptr() if place else 0 for place in places]
+        launch.fire(current_stream(device), (k, v, *caches, *read, *numbers, *at), settled)
+
+    return fire
 
 
 def _numbers(scales: tuple[Scale, ...]) -> tuple[tuple[float, ...], tuple[int, ...]]:
