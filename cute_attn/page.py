@@ -23,6 +23,7 @@ from cute_attn.runtime.staging import is_capturing
 from cute_attn.wrappers import calls
 
 Named = dict[str, torch.Tensor]
+LATENT: Any = object()  # in place of the layout of caches
 
 __all__ = [
     "append_paged_kv_cache",
@@ -76,13 +77,7 @@ def append_paged_kv_cache(
         trace.operator("append")(locals())
         return
     table = appending.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    rows = {"append_key": append_key, "append_value": append_value}
-    call, written = _repeated(rows, paged_kv_cache, table, ("append", kv_layout))
-    if not written:
-        caches = appending.writable_views("paged_kv_cache", paged_kv_cache, kv_layout)
-        appending.check_rows(rows, caches)
-        table.check(append_key.shape[0], caches[0])
-        _append(call, rows, dict(zip(nvfp4.CACHE_NAMES, caches, strict=False)), table)
+    _write({"append_key": append_key, "append_value": append_value}, paged_kv_cache, table, kv_layout)
 
 
 @declare.operator("append_mla", mutates=("ckv_cache", "kpe_cache"))
@@ -116,21 +111,7 @@ def append_paged_mla_kv_cache(
         trace.operator("append_mla")(locals())
         return
     table = appending.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    rows = {"append_ckv": append_ckv, "append_kpe": append_kpe}
-    call, written = _repeated(rows, (ckv_cache, kpe_cache), table, ("append latent rows",))
-    if written:
-        return
-    pairs = (("append_ckv", append_ckv, "ckv_cache", ckv_cache), ("append_kpe", append_kpe, "kpe_cache", kpe_cache))
-    by_head, caches = zip(*(appending.latent_rows(*pair) for pair in pairs), strict=True)
-    if caches[0].shape[:2] != caches[1].shape[:2] or caches[0].device != caches[1].device:
-        raise ArgumentError(
-            "ckv_cache and kpe_cache must have the same pages and page size, on one device, "
-            f"got {checks.describe(ckv_cache)} and {checks.describe(kpe_cache)}"
-        )
-    appending.check_same_rows(rows)
-    table.check(append_ckv.shape[0], caches[0])
-    rows = dict(zip(rows, by_head, strict=True))
-    _append(call, rows, dict(zip(("ckv_cache", "kpe_cache"), caches, strict=True)), table)
+    _write({"append_ckv": append_ckv, "append_kpe": append_kpe}, (ckv_cache, kpe_cache), table, LATENT)
 
 
 def get_batch_indices_positions(
@@ -248,13 +229,8 @@ def nvfp4_quantize_append_paged_kv_cache(
         trace.operator("append_nvfp4")(locals())
         return
     table = appending.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    rows, scales = {"append_key": append_key, "append_value": append_value}, (k_scale, v_scale)
-    call, written = _repeated(rows, paged_kv_cache, table, ("NVFP4", kv_layout), kv_cache_sf, scales)
-    if not written:
-        caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, appending.writable_views)
-        appending.check_rows(rows, caches[0], 2, nvfp4.INPUTS)
-        table.check(append_key.shape[0], caches[0][0])
-        _append(call, rows, dict(zip(nvfp4.CACHE_NAMES, sum(caches, ()), strict=True)), table, scales)
+    rows = {"append_key": append_key, "append_value": append_value}
+    _write(rows, paged_kv_cache, table, kv_layout, kv_cache_sf, (k_scale, v_scale))
 
 
 @declare.operator("append_nvfp4_slots", mutates=("paged_kv_cache", "kv_cache_sf"))
@@ -286,49 +262,57 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     if is_dynamo_compiling():
         trace.operator("append_nvfp4_slots")(locals())
         return
-    slots, scales = appending.SlotMapping(slot_mapping), (k_scale, v_scale)
-    rows = {"append_key": append_key, "append_value": append_value}
     device = checks.tensor("append_key", append_key).device
     if is_capturing(device):  # a graph would keep other scales as they are now, whatever the caller changes later
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if not isinstance(scale, torch.Tensor) or scale.device != device:
                 raise checks.wrong(f"{name} must be a float32 tensor on {device} during CUDA graph capture", scale)
-    call, written = _repeated(rows, paged_kv_cache, slots, ("NVFP4 to slots", kv_layout), kv_cache_sf, scales)
-    if written:
-        return
-    caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, appending.writable_views)
-    appending.check_rows(rows, caches[0], 2, nvfp4.INPUTS)
-    appending.integers("slot_mapping", slot_mapping, None, device)
-    nnz = slot_mapping.numel()
-    if nnz > append_key.shape[0]:
-        raise checks.wrong(f"append_key must have a row for each of {nnz} slots", append_key)
-    rows = {name: x[:nnz] for name, x in rows.items()}
-    _append(call, rows, dict(zip(nvfp4.CACHE_NAMES, sum(caches, ()), strict=True)), slots, scales)
+    rows, slots = {"append_key": append_key, "append_value": append_value}, appending.SlotMapping(slot_mapping)
+    _write(rows, paged_kv_cache, slots, kv_layout, kv_cache_sf, (k_scale, v_scale))
 
 
-Call = tuple[Any, Any]  # key and tensors, as `calls.enter_append` takes them
-
-
-def _repeated(
-    rows: dict[str, Any],
+def _write(
+    rows: dict[str, torch.Tensor],
     cache: Any,
-    slots: appending.Slots,
-    names: tuple[Any, ...],
+    slots: appending.PageTable | appending.SlotMapping,
+    kv_layout: Any,
     scale_cache: Any = None,
-    scales: tuple[Any, ...] = NO_SCALES,
-) -> tuple[Call, bool]:
-    """Write rows as an earlier call did, and tell whether there was one like this. `names`: what is done, and the
-    layout of the caches.
+    scales: tuple[Any, ...] = (),
+) -> None:
+    """Write rows to their slots, as NVFP4 if there are scales. Only a call unlike all earlier ones is checked in full.
+    `kv_layout`: LATENT for a pair of caches of latent rows and of their rotated columns.
     """
+    (key, given), found = calls.NO_CALL, None
     try:
-        numbers, _, optional, on_cpu = calls.operands((*scales, None), None, None, None, None)
+        numbers, _, optional, on_cpu = calls.operands((*(scales or NO_SCALES), None), None, None, None, None)
         (k, v, of_cache), (k_sf, v_sf, of_scales) = map(_halves, (cache, scale_cache))
         of_key, of_value = rows.values()
         given = of_key, of_value, of_value, k, v, k_sf, optional, (*slots, *on_cpu), v_sf
-    except calls.NOT_TENSORS:
-        return (None, None), False
-    key, found = calls.repeated(calls.UNPLANNED, given, numbers, (*names, of_cache, of_scales))
-    return (key, given), found is not None
+        alike = type(slots), kv_layout, bool(scales), of_cache, of_scales
+        key, found = calls.repeated(calls.UNPLANNED, given, numbers, alike)
+    except calls.NOT_TENSORS:  # which the checks refuse
+        pass
+    if found is not None:
+        return
+    if kv_layout is LATENT:
+        rows, caches = _latent_caches(rows, cache)
+    elif scales:
+        pairs = nvfp4.cache_pairs(cache, scale_cache, kv_layout, appending.writable_views)
+        appending.check_rows(rows, pairs[0], 2, nvfp4.INPUTS)
+        caches = dict(zip(nvfp4.CACHE_NAMES, (*pairs[0], *pairs[1]), strict=True))
+    else:
+        pair = appending.writable_views("paged_kv_cache", cache, kv_layout)
+        appending.check_rows(rows, pair)
+        caches = dict(zip(nvfp4.CACHE_NAMES, pair, strict=False))
+    written = tuple(caches.values())
+    rows = slots.checked(rows, written[0])
+    named_scales, device = checks.named(("k_scale", "v_scale"), scales), written[0].device
+    checks.apart(caches.items(), [*rows.items(), *checks.named(slots._fields, slots), *named_scales])
+    read = switches.validates() and not is_capturing(device)
+    factors = tuple(nvfp4.scale_of(name, scale, device, read) for name, scale in named_scales)
+    stored = "nvfp4" if scales else "copy"
+    fire = append.run(Append(tuple(rows.values()), written[:2], slots, stored, written[2:], factors or NO_SCALES))
+    calls.enter_append(key, fire, given, written, len(slots[:4]))  # launches read no lengths of last pages
 
 
 def _halves(cache: Any) -> tuple[Any, Any, Any]:
@@ -344,16 +328,15 @@ def _halves(cache: Any) -> tuple[Any, Any, Any]:
     return k, v, None
 
 
-def _append(call: Call, rows: Named, caches: Named, slots: appending.Slots, scales: tuple[Any, ...] = ()) -> None:
-    """Write rows to their slots, as NVFP4 where the caches end with those of block scales, and leave the entry of the
-    call. Refuse caches that share memory with each other or with another argument.
-    """
-    (key, given), named_scales = call, checks.named(("k_scale", "v_scale"), scales)
-    checks.apart(caches.items(), [*rows.items(), *checks.named(slots._fields, slots), *named_scales])
-    written = tuple(caches.values())
-    device = written[0].device
-    read = switches.validates() and not is_capturing(device)
-    numbers = tuple(nvfp4.scale_of(name, scale, device, read) for name, scale in named_scales)
-    stored = "nvfp4" if scales else "copy"
-    fire = append.run(Append(tuple(rows.values()), written[:2], slots, stored, written[2:], numbers or NO_SCALES))
-    calls.enter_append(key, fire, given, written, len(slots[:4]))  # launches read no lengths of last pages
+def _latent_caches(rows: dict[str, torch.Tensor], cache: tuple[Any, Any]) -> tuple[Named, Named]:
+    """Check latent rows and their caches, and return both by name, with an axis of one head."""
+    names = "ckv_cache", "kpe_cache"
+    pairs = zip(rows.items(), names, cache, strict=True)
+    by_head, caches = zip(*(appending.latent_rows(*row, name, x) for row, name, x in pairs), strict=True)
+    if caches[0].shape[:2] != caches[1].shape[:2] or caches[0].device != caches[1].device:
+        raise ArgumentError(
+            "ckv_cache and kpe_cache must have the same pages and page size, on one device, "
+            f"got {checks.describe(cache[0])} and {checks.describe(cache[1])}"
+        )
+    appending.check_same_rows(rows)
+    return dict(zip(rows, by_head, strict=True)), dict(zip(names, caches, strict=True))

@@ -40,9 +40,11 @@ class PageTable(NamedTuple):
     kv_indptr: torch.Tensor
     kv_last_page_len: torch.Tensor
 
-    def check(self, nnz: int, cache: torch.Tensor) -> None:
-        """Check shapes, dtypes and devices for `nnz` rows to a cache [num_pages, page_size, ...]; on the CPU values."""
-        device, page_size = cache.device, cache.shape[1]
+    def checked(self, rows: dict[str, torch.Tensor], cache: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the rows that go to a cache [num_pages, page_size, ...], all of these, after checks of shapes, dtypes
+        and devices, on the CPU also of values.
+        """
+        device, page_size, nnz = cache.device, cache.shape[1], len(next(iter(rows.values())))
         integers("batch_indices", self.batch_indices, nnz, device)
         integers("positions", self.positions, nnz, device)
         integers("kv_indices", self.kv_indices, None, device)
@@ -50,6 +52,7 @@ class PageTable(NamedTuple):
         integers("kv_last_page_len", self.kv_last_page_len, requests, device)
         if device.type == "cpu":
             self._check_values(cache.shape[0], page_size)
+        return rows
 
     def of_rows(self, nnz: int, cache: torch.Tensor) -> torch.Tensor:
         """Return the slot `page * page_size + offset` of each of `nnz` rows; -1 for none."""
@@ -78,6 +81,14 @@ class SlotMapping(NamedTuple):
     """Slots `page * page_size + offset`, one per row; those outside the cache go nowhere."""
 
     slot_mapping: torch.Tensor
+
+    def checked(self, rows: dict[str, torch.Tensor], cache: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the rows that go to a cache: as many as there are slots."""
+        nnz = integers("slot_mapping", self.slot_mapping, None, cache.device).numel()
+        for name, x in rows.items():
+            if len(x) < nnz:
+                raise checks.wrong(f"{name} must have a row for each of {nnz} slots", x)
+        return {name: x[:nnz] for name, x in rows.items()}
 
     def of_rows(self, nnz: int, cache: torch.Tensor) -> torch.Tensor:
         """Return the slot of each of `nnz` rows."""

@@ -370,12 +370,16 @@ def enter(
     )
 
 
-def enter_append(key: Any, fire: Fire | None, given: Given, written: Sequence[Tensor], launched_read: int) -> None:
+def enter_append(
+    key: Any, fire: Fire | None, given: Given | None, written: Sequence[Tensor], launched_read: int
+) -> None:
     """Leave the entry of a call that wrote rows to caches. They are out and lse of `given`, or out alone, which then
     begins where k does, and block scales the workspaces. `written`: caches and block scales, k and v of each.
     """
+    if key is None or given is None or fire is None:
+        return
     q, k, v, out, lse, _, optional, read, counters = given
-    if key is None or fire is None or any(x.itemsize < 4 for x in read[:launched_read]):  # indices that are copied
+    if any(x.itemsize < 4 for x in read[:launched_read]):  # the launch reads copies
         return
     if len(UNPLANNED) >= CACHE_SIZE:
         UNPLANNED.clear()
