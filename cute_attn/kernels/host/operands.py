@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,15 +33,12 @@ Optional = tuple[torch.Tensor, ...]  # these tensors, in the same order
 Fire = Callable[[int, int, int, int, int, tuple[Any, ...]], None]
 
 
-def present(tensors: Sequence[torch.Tensor | None]) -> tuple[Roles, Optional]:
-    """Return which tensors there are of those for all ROLES."""
-    roles = tuple([i for i, x in enumerate(tensors) if x is not None])
-    return roles, tuple([x for x in tensors if x is not None])
-
-
 def optional_tensors(problem: Request | BatchProblem | MlaProblem) -> tuple[Roles, Optional]:
-    """Return the optional tensors of a problem."""
-    return ((), ()) if problem.extras is NO_EXTRAS else present(problem.extras)
+    """Return which optional tensors a problem has, and these."""
+    if problem.extras is NO_EXTRAS:
+        return (), ()
+    roles = tuple([i for i, x in enumerate(problem.extras) if x is not None])
+    return roles, tuple([x for x in problem.extras if x is not None])
 
 
 class OptionalBounds:

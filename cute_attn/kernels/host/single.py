@@ -92,7 +92,7 @@ class SingleRun(Runner, Generic[T]):
             if work is None or known != kv_len:
                 schedule = self.schedule(qo_len, kv_len)
                 if work is None or schedule is not work.schedule or kv_len > work.most_keys:
-                    work = self._work(schedule, tensors, *like, work)
+                    work = self._work(schedule, tensors, *like)
                 latest = kv_len, work
             attention, counter = work.attention, work.kernel.counter
             stream, optional, at = current_stream(index), tensors[5], 0
@@ -119,17 +119,12 @@ class SingleRun(Runner, Generic[T]):
         qo_len: int,
         roles: Roles,
         block_scales: Values,
-        before: Work | None,
     ) -> Work:
-        """Returns the launches of a schedule. `before`: of another, which may have the same kernel."""
+        """Returns the launches of a schedule."""
         q, k, v, out, _, _, kv_len = tensors
         kernel = self.kernel(schedule.tile, schedule.heads, schedule.num_splits > 1)
-        most_keys = kernel.most_keys(kv_len, k, v)
-        if before is not None and before.kernel is kernel:
-            addresses, strides = before.addresses, before.settled[1]
-        else:
-            addresses = kernel.addresses(q, k, v, out)
-            strides = prepared(tuple, kernel.strides(q, k, v, out, block_scales))  # the same for other scales
+        addresses, most_keys = kernel.addresses(q, k, v, out), kernel.most_keys(kv_len, k, v)
+        strides = prepared(tuple, kernel.strides(q, k, v, out, block_scales))  # launches write no equal object again
         settled, combined = (schedule.grid, strides, schedule.numbers, kernel.scales(settings)), None
         if (combine := kernel.combine) is not None:
             splits, to_merge = schedule.num_splits, qo_len * self.num_qo_heads
