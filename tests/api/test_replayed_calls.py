@@ -58,19 +58,16 @@ def by_flash_mla(case: MlaCase) -> Entry:
     return Entry(given, direct(flash_mla.flash_mla_with_kvcache, **options))
 
 
-def append_to_views(given: Any) -> Any:
-    """An append to caches that are parts of one tensor."""
-    cache, sf = (given[name].unbind(1) for name in ("cache", "sf"))
-    append = cute_attn.nvfp4_quantize_append_paged_kv_cache
-    return append(**without(given, "cache", "sf"), paged_kv_cache=cache, kv_cache_sf=sf)
+def append_to_halves(given: Any) -> None:
+    """An append to caches that are halves of one tensor."""
+    halves = {name: given[name].unbind(1) for name in (PAIR[0], SCALE_PAIR[0])}
+    cute_attn.nvfp4_quantize_append_paged_kv_cache(**{**given, **halves})
 
 
 ROWS = without(ENTRIES["append NVFP4"].tensors, *PAIR[1], *SCALE_PAIR[1])
-BOTH, SF = zeros(4, 2, 16, 2, 32), zeros(4, 2, 16, 2, 4)
-REPLAYED |= {
-    "append, one cache": ENTRIES["append NVFP4"]._replace(tensors=ROWS | {PAIR[0]: BOTH, SCALE_PAIR[0]: SF}),
-    "append, parts of a cache": Entry(ROWS | {"cache": BOTH, "sf": SF}, lambda *_: append_to_views),
-}
+BOTH = ROWS | {PAIR[0]: zeros(4, 2, 16, 2, 32), SCALE_PAIR[0]: zeros(4, 2, 16, 2, 4)}
+REPLAYED["append, one cache"] = ENTRIES["append NVFP4"]._replace(tensors=BOTH)
+REPLAYED["append, halves of a cache"] = Entry(BOTH, lambda *_: append_to_halves)
 DRAFTS = MlaCase(q_lens=(3, 3), kv_lens=(70, 40), page_size=64)
 REPLAYED |= {"latent, vLLM": by_vllm(DRAFTS), "latent, FlashMLA": by_flash_mla(DRAFTS)}
 BYTES = MlaCase(q_lens=(3, 3), kv_lens=(70, 40), page_size=64, narrow=True, grouped=True, wide=True)

@@ -1,17 +1,19 @@
-"""Tiles, shared memory and grids of the kernel for latent attention."""
+"""Tiles, shared memory and scales of the kernel for latent attention."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
-import torch
 
+from cute_attn.kernels.host.prepared import prepared
 from cute_attn.kernels.mla.smem import HopperMlaMemory, MlaMemory
 from cute_attn.kernels.mla.spec import CacheForm, HopperMlaSpec
 from cute_attn.kernels.mla.tiles import choose, choose_tile
-from cute_attn.request.mla import MlaSettings
 from cute_attn.runtime.arch import ARCHS, Arch, named
+from perf.pretended_gpu import NullDriver
+from tests.support.entry_points import ENTRIES
+from tests.support.launch_corpus import pretended
 
 NARROW = "float8_e4m3fn"
 FORMS = (
@@ -20,11 +22,6 @@ FORMS = (
 )
 # What GPUs of compute capability 8.6 and 8.9 have, which run the cubins of sm_80.
 SMALL_AMPERE = dataclasses.replace(named("sm_80"), smem_limit=named("sm_120a").smem_limit)
-
-
-def settings(heads: int, dtype: torch.dtype = torch.bfloat16) -> MlaSettings:
-    form = torch.bfloat16, dtype, 16, False
-    return MlaSettings(torch.device("cuda", 0), *form, heads, 64, True, 1.0, None)
 
 
 @pytest.mark.parametrize("arch", [*ARCHS.values(), SMALL_AMPERE], ids=lambda arch: f"{arch.name}-{arch.smem_limit}")
@@ -51,3 +48,12 @@ def test_hopper(form: CacheForm) -> None:
     producers, products = spec.registers
     at_launch = 65536 // spec.threads // 8 * 8
     assert producers * (spec.threads - spec.mma_threads) + products * spec.mma_threads <= at_launch * spec.threads
+
+
+def test_another_scale_prepares_nothing() -> None:
+    with pretended(NullDriver()):
+        entry, made = ENTRIES["latent"], []
+        for scale in (0.1, 0.2):
+            entry.begin(entry.tensors)({**entry.tensors, "bmm1_scale": scale})
+            made.append(prepared.cache_info().misses)
+    assert made[0] == made[1]
