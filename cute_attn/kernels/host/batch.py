@@ -9,11 +9,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from cute_attn.kernels.combine.spec import RowsOfWarps, rows_of_warps
-from cute_attn.kernels.host.combine import output_strides
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, launch_nothing, optional_tensors
 from cute_attn.kernels.host.planner import Room
-from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
+from cute_attn.kernels.host.prepared import Grid, PreparedKernel, output_strides, prepared
 from cute_attn.kernels.rules import Rule
 from cute_attn.problem import BatchProblem, Settings
 from cute_attn.runtime.launch import Settled, Values, current_stream

@@ -8,12 +8,11 @@ from typing import Any, Generic, TypeVar
 
 from cute_attn.kernels.combine.spec import rows_of_warps
 from cute_attn.kernels.host.batch import BatchRun, BatchSchedule, Launched, Memory, Tiling
-from cute_attn.kernels.host.combine import combine_launches
 from cute_attn.kernels.host.features import batched, combine_spec
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import OptionalBounds
 from cute_attn.kernels.host.planner import Planner, Room
-from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
+from cute_attn.kernels.host.prepared import Grid, PreparedKernel, combine_launches, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
 from cute_attn.kernels.rules import Rule
 from cute_attn.problem import (

@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from cute_attn.kernels.combine.spec import rows_of_warps
-from cute_attn.kernels.host.combine import output_strides
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import (
     Fire,
@@ -20,7 +19,7 @@ from cute_attn.kernels.host.operands import (
     launch_nothing,
     optional_tensors,
 )
-from cute_attn.kernels.host.prepared import Addresses, Grid, PreparedKernel, prepared
+from cute_attn.kernels.host.prepared import Addresses, Grid, PreparedKernel, output_strides, prepared
 from cute_attn.problem import Problem, Settings
 from cute_attn.runtime.launch import Bound, Settled, Values, current_stream
 
