@@ -202,7 +202,7 @@ class XqaFamily:
     """The decode kernel with the methods of a `TiledFamily`."""
 
     name = "xqa"
-    specs, schedule = staticmethod(specs), staticmethod(schedule)
+    specs, schedule, plan = staticmethod(specs), staticmethod(schedule), XqaBatchRun
 
     def rule_of(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
@@ -234,16 +234,6 @@ class XqaFamily:
             return []
         schedule = self.scheduler(problem.settings, arch, sms)(problem.qo_len, problem.kv_len)
         return [(schedule.tile.spec, schedule.grid)]
-
-    def plan(
-        self,
-        settings: Settings,
-        lengths: BatchLengths | DeviceLengths,
-        limits: BatchLimits,
-        staging: Staging,
-        gpu: Gpu,
-    ) -> XqaBatchRun:
-        return XqaBatchRun(settings, lengths, limits, staging, gpu)
 
     def batch_launches(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
