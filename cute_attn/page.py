@@ -11,7 +11,6 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import append
-from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, trace
 from cute_attn.request import append as appending
 from cute_attn.request import batch_plan, checks, nvfp4
@@ -22,7 +21,6 @@ from cute_attn.runtime import switches
 from cute_attn.runtime.staging import is_capturing
 from cute_attn.wrappers import calls
 
-Named = dict[str, torch.Tensor]
 LATENT: Any = object()  # in place of the layout of caches
 
 __all__ = [
@@ -272,7 +270,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
 
 
 def _write(
-    rows: dict[str, torch.Tensor],
+    rows: appending.Named,
     cache: Any,
     slots: appending.PageTable | appending.SlotMapping,
     kv_layout: Any,
@@ -295,7 +293,7 @@ def _write(
     if found is not None:
         return
     if kv_layout is LATENT:
-        rows, caches = _latent_caches(rows, cache)
+        rows, caches = appending.latent_rows(rows, dict(zip(("ckv_cache", "kpe_cache"), cache, strict=True)))
     elif scales:
         pairs = nvfp4.cache_pairs(cache, scale_cache, kv_layout, appending.writable_views)
         appending.check_rows(rows, pairs[0], 2, nvfp4.INPUTS)
@@ -326,17 +324,3 @@ def _halves(cache: Any) -> tuple[Any, Any, Any]:
     if 0 < behind < k.stride(0) * k.itemsize:
         return k, None, (behind, calls.layouts((v,)))
     return k, v, None
-
-
-def _latent_caches(rows: dict[str, torch.Tensor], cache: tuple[Any, Any]) -> tuple[Named, Named]:
-    """Check latent rows and their caches, and return both by name, with an axis of one head."""
-    names = "ckv_cache", "kpe_cache"
-    pairs = zip(rows.items(), names, cache, strict=True)
-    by_head, caches = zip(*(appending.latent_rows(*row, name, x) for row, name, x in pairs), strict=True)
-    if caches[0].shape[:2] != caches[1].shape[:2] or caches[0].device != caches[1].device:
-        raise ArgumentError(
-            "ckv_cache and kpe_cache must have the same pages and page size, on one device, "
-            f"got {checks.describe(cache[0])} and {checks.describe(cache[1])}"
-        )
-    appending.check_same_rows(rows)
-    return dict(zip(rows, by_head, strict=True)), dict(zip(names, caches, strict=True))

@@ -10,7 +10,7 @@ import torch
 import cute_attn
 from cute_attn import ArgumentError, ArgumentTypeError, flash_mla
 from cute_attn.integrations import latent
-from cute_attn.request import block_sparse, operands
+from cute_attn.request import block_sparse, nvfp4, operands
 from cute_attn.wrappers import calls
 from perf.pretended_gpu import NullDriver
 from tests.support.entry_points import (
@@ -117,6 +117,12 @@ def test_launches(name: str, backend: str, new: bool, monkeypatch: pytest.Monkey
             monkeypatch.setattr(calls, "replay", lambda *a, **k: None)
             assert repeated == launched(driver, call, given, options)
             assert repeated[0]
+
+
+def test_scales_of_appends_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_is_number", lambda x: False)
+    monkeypatch.setattr(nvfp4, "scale_of", lambda name, value, *_: value)
+    test_launches("append NVFP4", "auto", False, monkeypatch)
 
 
 def test_rows_that_kernels_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:

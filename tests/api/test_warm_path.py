@@ -49,18 +49,11 @@ def test_files_that_a_repeated_call_enters(name: str) -> None:
     tensors = {key: x.clone() for key, x in entry.tensors.items()}
     with pretended(driver):
         call = entry.begin(tensors, "auto")
+        first = files_entered(lambda: call(tensors))
         for _ in range(WARM):
             call(tensors)
         before = driver.launches
         entered = files_entered(lambda: call(tensors))
     assert (driver.launches > before) is (name not in WITHOUT_KERNEL)
     assert len(entered) <= BUDGET, " ".join(entered)
-
-
-def test_what_is_entered() -> None:
-    """A first call enters the checks and the choice of a kernel."""
-    entry = ENTRIES["single prefill"]
-    with pretended(NullDriver()):
-        call = entry.begin(entry.tensors, "auto")
-        entered = files_entered(lambda: call(entry.tensors))
-    assert {"prefill.py", "request/single.py", "dispatch/select.py", "runtime/launch.py"} <= set(entered)
+    assert name in WITHOUT_KERNEL or len(first) > len(entered)  # checks, and the choice of a kernel
