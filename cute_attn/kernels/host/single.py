@@ -26,6 +26,7 @@ from cute_attn.runtime.launch import Bound, Settled, Values, current_stream
 MAX_LENGTHS = 512  # schedules kept: lengths vary without end, and a schedule is cheap to compute again
 
 Tensors = tuple[Any, ...]  # q, k, v, out, lse, `operands.Optional`, and the number of keys
+Layouts = dict[PreparedKernel, tuple[Addresses, Values]]  # by kernel, for tensors of one layout: addresses, strides
 
 T = TypeVar("T")  # a family's tile
 
@@ -82,7 +83,8 @@ class SingleRun(Runner, Generic[T]):
         qo_len, index = problem.qo_len, self.device_index
         if qo_len == 0:
             return launch_nothing
-        like = problem.settings, qo_len, optional_tensors(problem)[0], block_scale_strides(problem)
+        layouts: Layouts = {}
+        like = problem.settings, qo_len, optional_tensors(problem)[0], block_scale_strides(problem), layouts
         latest: tuple[int, Work | None] = 0, None  # a number of keys, and its work
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
@@ -118,12 +120,15 @@ class SingleRun(Runner, Generic[T]):
         qo_len: int,
         roles: Roles,
         block_scales: Values,
+        layouts: Layouts,
     ) -> Work:
-        """Returns the launches of a schedule."""
+        """Returns the launches of a schedule. `layouts`: what is known of such problems."""
         q, k, v, out, _, _, kv_len = tensors
         kernel = self.kernel(schedule.tile, schedule.heads, schedule.num_splits > 1)
-        addresses, most_keys = kernel.addresses(q, k, v, out), kernel.most_keys(kv_len, k, v)
-        strides = prepared(tuple, kernel.strides(q, k, v, out, block_scales))  # launches write no equal object again
+        if kernel not in layouts:
+            strides = kernel.strides(q, k, v, out, block_scales)
+            layouts[kernel] = kernel.addresses(q, k, v, out), prepared(tuple, strides)  # the same for other scales
+        (addresses, strides), most_keys = layouts[kernel], kernel.most_keys(kv_len, k, v)
         settled, combined = (schedule.grid, strides, schedule.numbers, kernel.scales(settings)), None
         if (combine := kernel.combine) is not None:
             splits, to_merge = schedule.num_splits, qo_len * self.num_qo_heads
