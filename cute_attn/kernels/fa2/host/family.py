@@ -17,7 +17,6 @@ from cute_attn.kernels.host.params import (
     batch_fields,
     divisor,
     mask_bounds,
-    range_bounds,
     rope_fields,
     scale_unit,
 )
@@ -70,7 +69,7 @@ class Fa2Family(TiledFamily[Tile]):
         self, settings: Settings, spec: Fa2Spec, heads: int, combine: OptionalBounds | None, gpu: Gpu
     ) -> PreparedKernel:
         """Returns the loaded kernel. The `heads` that share a tile are those of a kv head."""
-        features = settings.features
+        features, in_range = settings.features, settings.range_windows[1]  # keys of a range before their token
         batch = batched(features)
         static: Fields = {
             **divisor("group", heads),
@@ -80,7 +79,7 @@ class Fa2Family(TiledFamily[Tile]):
             "soft_cap": settings.logits_soft_cap,
             **rope_fields(settings),
             "lse_scale": settings.lse_scale,
-            **range_bounds(settings),
+            "range_left": 1 - min(in_range, UNBOUNDED) if in_range > 0 else -UNBOUNDED,
         }
         if batch:  # every item has lengths of its own
             static |= {**dict.fromkeys(LENGTH_FIELDS, 0), **mask_bounds(settings)}

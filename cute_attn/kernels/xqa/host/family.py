@@ -101,9 +101,9 @@ def records_of(lengths: BatchLengths | DeviceLengths) -> tuple[np.ndarray, ...]:
 
 
 def rule_of_batch(
-    settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch
+    settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch, _: int = 0
 ) -> Rule[Rings]:
-    """Return the rule that a batch follows."""
+    """Return the rule that a batch follows, on any number of multiprocessors."""
     assert limits.max_qo_len is not None  # given by decode wrappers
     longest = known_keys(settings, lengths, limits)
     return rule_of(settings, arch, lengths.batch_size, limits.max_qo_len, longest)
@@ -202,12 +202,8 @@ class XqaFamily:
     """The decode kernel with the methods of a `TiledFamily`."""
 
     name = "xqa"
-    specs, schedule, plan = staticmethod(specs), staticmethod(schedule), XqaBatchRun
-
-    def rule_of(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
-    ) -> Rule[Rings]:
-        return rule_of_batch(settings, lengths, limits, arch)
+    specs, schedule = staticmethod(specs), staticmethod(schedule)
+    rule_of, plan = staticmethod(rule_of_batch), XqaBatchRun
 
     def scheduler(self, settings: Settings, arch: Arch, sms: int) -> Scheduler[LaunchConfig]:
         """Returns what schedules single requests of these settings."""
