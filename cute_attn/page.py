@@ -11,15 +11,17 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import append
-from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, trace
 from cute_attn.request import append as appending
 from cute_attn.request import batch_plan, checks, nvfp4
-from cute_attn.request.append import NO_SCALES, Append, Tensors
+from cute_attn.request.append import NO_SCALES, Append
 from cute_attn.request.nvfp4 import Pair
 from cute_attn.request.settings import MAX_INDEX
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import is_capturing
+from cute_attn.wrappers import calls
+
+LATENT: Any = object()  # in place of the layout of caches
 
 __all__ = [
     "append_paged_kv_cache",
@@ -72,11 +74,8 @@ def append_paged_kv_cache(
     if is_dynamo_compiling():
         trace.operator("append")(locals())
         return
-    k_cache, v_cache = appending.writable_views("paged_kv_cache", paged_kv_cache, kv_layout)
-    appending.check_rows({"append_key": append_key, "append_value": append_value}, (k_cache, v_cache))
     table = appending.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    table.check(append_key.shape[0], k_cache)
-    _append((append_key, append_value), (k_cache, v_cache), table)
+    _write({"append_key": append_key, "append_value": append_value}, paged_kv_cache, table, kv_layout)
 
 
 @declare.operator("append_mla", mutates=("ckv_cache", "kpe_cache"))
@@ -109,20 +108,8 @@ def append_paged_mla_kv_cache(
     if is_dynamo_compiling():
         trace.operator("append_mla")(locals())
         return
-    pairs = (("append_ckv", append_ckv, "ckv_cache", ckv_cache), ("append_kpe", append_kpe, "kpe_cache", kpe_cache))
-    rows, caches = zip(*(appending.latent_rows(*pair) for pair in pairs), strict=True)
-    if caches[0].shape[:2] != caches[1].shape[:2] or caches[0].device != caches[1].device:
-        raise ArgumentError(
-            "ckv_cache and kpe_cache must have the same pages and page size, on one device, "
-            f"got {checks.describe(ckv_cache)} and {checks.describe(kpe_cache)}"
-        )
-    appending.check_same_rows({"append_ckv": append_ckv, "append_kpe": append_kpe})
     table = appending.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    table.check(rows[0].shape[0], caches[0])
-    named = zip(("ckv_cache", "kpe_cache"), caches, strict=True)
-    read = zip(("append_ckv", "append_kpe", *table._fields), (*rows, *table), strict=True)
-    checks.apart(named, read)
-    append.run(Append(rows, caches, table))
+    _write({"append_ckv": append_ckv, "append_kpe": append_kpe}, (ckv_cache, kpe_cache), table, LATENT)
 
 
 def get_batch_indices_positions(
@@ -239,11 +226,9 @@ def nvfp4_quantize_append_paged_kv_cache(
     if is_dynamo_compiling():
         trace.operator("append_nvfp4")(locals())
         return
-    caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, appending.writable_views)
-    appending.check_rows({"append_key": append_key, "append_value": append_value}, caches, 2, nvfp4.INPUTS)
     table = appending.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    table.check(append_key.shape[0], caches[0])
-    _append((append_key, append_value), caches, table, scale_caches, (k_scale, v_scale))
+    rows = {"append_key": append_key, "append_value": append_value}
+    _write(rows, paged_kv_cache, table, kv_layout, kv_cache_sf, (k_scale, v_scale))
 
 
 @declare.operator("append_nvfp4_slots", mutates=("paged_kv_cache", "kv_cache_sf"))
@@ -275,30 +260,67 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     if is_dynamo_compiling():
         trace.operator("append_nvfp4_slots")(locals())
         return
-    caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, appending.writable_views)
-    appending.check_rows({"append_key": append_key, "append_value": append_value}, caches, 2, nvfp4.INPUTS)
-    device = caches[0].device
+    device = checks.tensor("append_key", append_key).device
     if is_capturing(device):  # a graph would keep other scales as they are now, whatever the caller changes later
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if not isinstance(scale, torch.Tensor) or scale.device != device:
                 raise checks.wrong(f"{name} must be a float32 tensor on {device} during CUDA graph capture", scale)
-    appending.integers("slot_mapping", slot_mapping, None, device)
-    nnz = slot_mapping.numel()
-    if nnz > append_key.shape[0]:
-        raise checks.wrong(f"append_key must have a row for each of {nnz} slots", append_key)
-    rows = append_key[:nnz], append_value[:nnz]
-    _append(rows, caches, appending.SlotMapping(slot_mapping), scale_caches, (k_scale, v_scale))
+    rows, slots = {"append_key": append_key, "append_value": append_value}, appending.SlotMapping(slot_mapping)
+    _write(rows, paged_kv_cache, slots, kv_layout, kv_cache_sf, (k_scale, v_scale))
 
 
-def _append(
-    rows: Pair, caches: Pair, slots: appending.Slots, scale_caches: Tensors = (), scales: tuple[Any, ...] = ()
+def _write(
+    rows: appending.Named,
+    cache: Any,
+    slots: appending.PageTable | appending.SlotMapping,
+    kv_layout: Any,
+    scale_cache: Any = None,
+    scales: tuple[Any, ...] = (),
 ) -> None:
-    """Write rows to their slots, as NVFP4 where there are caches of block scales. Refuse caches that share memory with
-    each other or with another argument.
+    """Write rows to their slots, as NVFP4 if there are scales. Only a call unlike all earlier ones is checked in full.
+    `kv_layout`: LATENT for a pair of caches of latent rows and of their rotated columns.
     """
-    device, named_scales = caches[0].device, checks.named(("k_scale", "v_scale"), scales)
-    given = checks.named(("append_key", "append_value"), rows) + checks.named(slots._fields, slots)
-    checks.apart(checks.named(nvfp4.CACHE_NAMES, (*caches, *scale_caches)), given + named_scales)
+    (key, given), found = calls.NO_CALL, None
+    try:
+        numbers, _, optional, on_cpu = calls.operands((*(scales or NO_SCALES), None), None, None, None, None)
+        (k, v, of_cache), (k_sf, v_sf, of_scales) = map(_halves, (cache, scale_cache))
+        of_key, of_value = rows.values()
+        given = of_key, of_value, of_value, k, v, k_sf, optional, (*slots, *on_cpu), v_sf
+        alike = type(slots), kv_layout, bool(scales), of_cache, of_scales
+        key, found = calls.repeated(calls.UNPLANNED, given, numbers, alike)
+    except calls.NOT_TENSORS:  # which the checks refuse
+        pass
+    if found is not None:
+        return
+    if kv_layout is LATENT:
+        rows, caches = appending.latent_rows(rows, dict(zip(("ckv_cache", "kpe_cache"), cache, strict=True)))
+    elif scales:
+        pairs = nvfp4.cache_pairs(cache, scale_cache, kv_layout, appending.writable_views)
+        appending.check_rows(rows, pairs[0], 2, nvfp4.INPUTS)
+        caches = dict(zip(nvfp4.CACHE_NAMES, (*pairs[0], *pairs[1]), strict=True))
+    else:
+        pair = appending.writable_views("paged_kv_cache", cache, kv_layout)
+        appending.check_rows(rows, pair)
+        caches = dict(zip(nvfp4.CACHE_NAMES, pair, strict=False))
+    written = tuple(caches.values())
+    rows = slots.checked(rows, written[0])
+    named_scales, device = checks.named(("k_scale", "v_scale"), scales), written[0].device
+    checks.apart(caches.items(), [*rows.items(), *checks.named(slots._fields, slots), *named_scales])
     read = switches.validates() and not is_capturing(device)
-    numbers = tuple(nvfp4.scale_of(name, scale, device, read) for name, scale in named_scales)
-    append.run(Append(rows, caches, slots, "nvfp4" if scales else "copy", scale_caches, numbers or NO_SCALES))
+    factors = tuple(nvfp4.scale_of(name, scale, device, read) for name, scale in named_scales)
+    stored = "nvfp4" if scales else "copy"
+    fire = append.run(Append(tuple(rows.values()), written[:2], slots, stored, written[2:], factors or NO_SCALES))
+    calls.enter_append(key, fire, given, written, len(slots[:4]))  # launches read no lengths of last pages
+
+
+def _halves(cache: Any) -> tuple[Any, Any, Any]:
+    """Return k and v of a cache that is a pair. Where one tensor has both, or pages of both take turns, return that
+    tensor or k, None, and what else equal calls have in common.
+    """
+    if not isinstance(cache, tuple | list):
+        return cache, None, None
+    k, v = cache
+    behind = v.data_ptr() - k.data_ptr()
+    if 0 < behind < k.stride(0) * k.itemsize:
+        return k, None, (behind, calls.layouts((v,)))
+    return k, v, None

@@ -229,7 +229,7 @@ class BatchLengths:
 UNLIMITED = 1 << 62  # bytes or records
 _NO_REQUESTS = np.zeros(0, np.int64)
 NO_LENGTHS = BatchLengths(np.zeros(1, np.int64), _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS)
-# ^ in place of those on the device, where `BatchLimits.graph` decides
+# ^ in place of those on the device, where `BatchLimits.sizes` decides
 
 
 @dataclass(eq=False)  # tensors compare by a launch
@@ -290,8 +290,8 @@ class DeviceLengths:
 Lengths = BatchLengths | DeviceLengths
 
 
-class GraphLimits(NamedTuple):
-    """Sizes that a launch has room for: those of lengths on the device, or of all plans of a captured launch."""
+class LaunchSizes(NamedTuple):
+    """Sizes that launches have room for: of a batch, of lengths on the device, or of all plans of a captured one."""
 
     batch_size: int
     max_rows: int  # query tokens
@@ -306,7 +306,7 @@ class BatchLimits(NamedTuple):
     workspace_bytes: int
     fixed_split_size: int | None = None  # tokens
     disable_split_kv: bool = False
-    graph: GraphLimits | None = None  # sizes that launches have room for; None: those that the lengths need
+    sizes: LaunchSizes | None = None  # sizes that launches have room for; None: those that the lengths need
     max_qo_len: int | None = None  # most query tokens of a request, where known (decode)
     keeps_address: bool = False  # later plans write their records to the same address, as CUDA graphs need it
 

@@ -7,9 +7,8 @@ import functools
 import torch
 
 from cute_attn.kernels.combine.spec import CombineSpec, rows_of_warps
-from cute_attn.kernels.host.combine import FINAL_ROLES, NO_MERGES, ROW_FIELDS, STRIDE_FIELDS
-from cute_attn.kernels.host.gpu import Gpu, has_run
-from cute_attn.kernels.host.prepared import prepared
+from cute_attn.kernels.host.gpu import Gpu, on_gpu
+from cute_attn.kernels.host.prepared import FINAL_ROLES, NO_MERGES, OUTPUT_FIELDS, ROW_FIELDS, prepared
 from cute_attn.problem import short
 from cute_attn.request.settings import HALF
 from cute_attn.runtime.launch import Bound, current_stream
@@ -26,7 +25,7 @@ def run(o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, merged: torch.Ten
     states of both as many rows apart. `out`: contiguous `[rows, head_dim]` of 16 or 32 bits. `merged`: contiguous fp32
     `[rows]`, written as base-2 lse times `lse_scale`, or None.
     """
-    return fits(o, lse, out) and has_run(out.device, functools.partial(launch, o, lse, out, merged, lse_scale))
+    return fits(o, lse, out) and bool(on_gpu(out.device, functools.partial(launch, o, lse, out, merged, lse_scale)))
 
 
 def fits(o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> bool:
@@ -70,7 +69,7 @@ def _bound(layout: tuple[int, int, int, float], out_dtype: str, gpu: Gpu) -> Bou
         "num_splits": num_states,
         "lse_scale": lse_scale,
         **dict.fromkeys(("num_qo_heads", "num_kv_heads", "group"), 1),
-        **dict.fromkeys(STRIDE_FIELDS, row_bytes),
+        **dict.fromkeys(OUTPUT_FIELDS, row_bytes),
         "v_scale": 1.0,
         **dict.fromkeys(FINAL_ROLES, 0),
         **NO_MERGES,

@@ -21,14 +21,6 @@ NAMESPACE = "cute_attn"
 METHOD_ARGUMENTS = ("SymInt handle", "ScalarType? o_dtype", "Tensor[] operands", "float? operand")
 
 
-def schema(declaration: Declaration) -> str:
-    """Return the schema of an operator."""
-    arguments = [argument for parameter in declaration.parameters() for argument in parameter.arguments]
-    if declaration.is_method:
-        arguments = [*METHOD_ARGUMENTS, *arguments]
-    return f"{declaration.name}({', '.join(arguments)}) -> {declaration.returns}"
-
-
 def arguments_by_name(parameters: tuple[Parameter, ...], flat: Sequence[Any]) -> dict[str, Any]:
     """Return the arguments of the public function from those of the operator."""
     values, named = iter(flat), {}
@@ -102,7 +94,10 @@ def fake(declaration: Declaration) -> Callable[..., Any]:
 def _registered() -> dict[str, Any]:
     operators = {}
     for name, declaration in DECLARED.items():
-        _library.define(schema(declaration), tags=(torch.Tag.pt2_compliant_tag,))
+        leading = METHOD_ARGUMENTS if declaration.is_method else ()
+        arguments = *leading, *(argument for parameter in declaration.parameters() for argument in parameter.arguments)
+        schema = f"{name}({', '.join(arguments)}) -> {declaration.returns}"
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, implementation(declaration), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake(declaration), lib=_library)
         operators[name] = getattr(getattr(torch.ops, NAMESPACE), name).default

@@ -13,13 +13,13 @@ from cute_attn.request.mla import GROUP, MlaLengths, MlaProblem
 def run(problem: MlaProblem) -> None:
     """Compute every request of `problem`, after reading the lengths. Rows of q that belong to none are not written."""
     settings, lengths, extras = problem.settings, problem.lengths, problem.extras
-    factor, v_scale = 1.0, settings.v_scale
+    factor, (scale, rope_scale, v_scale) = 1.0, problem.scales
     if extras.scale0 is not None:
         factor = extras.scale0.item()
     if extras.v_scale is not None:
         v_scale *= extras.v_scale.item()
     assert extras.q_pe is not None
-    queries = torch.cat((settings.sm_scale * problem.q.double(), settings.rope_scale * extras.q_pe.double()), dim=-1)
+    queries = torch.cat((scale * problem.q.double(), rope_scale * extras.q_pe.double()), dim=-1)
     for index, rows in enumerate(_rows(lengths)):
         ckv, kpe = (_tokens(x, lengths, index) for x in (problem.k, problem.kpe))
         if extras.ckv_scales is not None:

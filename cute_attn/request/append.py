@@ -14,6 +14,7 @@ from cute_attn.request.caches import BITS_DTYPES, cache_views
 
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 Tensors = tuple[torch.Tensor, ...]
+Named = dict[str, torch.Tensor]
 Scale = float | torch.Tensor  # an fp32 number, or one in a 0-d tensor on the caches' device
 
 NO_SCALES = (1.0, 1.0)
@@ -40,9 +41,11 @@ class PageTable(NamedTuple):
     kv_indptr: torch.Tensor
     kv_last_page_len: torch.Tensor
 
-    def check(self, nnz: int, cache: torch.Tensor) -> None:
-        """Check shapes, dtypes and devices for `nnz` rows to a cache [num_pages, page_size, ...]; on the CPU values."""
-        device, page_size = cache.device, cache.shape[1]
+    def checked(self, rows: Named, cache: torch.Tensor) -> Named:
+        """Return the rows that go to a cache [num_pages, page_size, ...], all of these, after checks of shapes, dtypes
+        and devices, on the CPU also of values.
+        """
+        device, page_size, nnz = cache.device, cache.shape[1], len(next(iter(rows.values())))
         integers("batch_indices", self.batch_indices, nnz, device)
         integers("positions", self.positions, nnz, device)
         integers("kv_indices", self.kv_indices, None, device)
@@ -50,6 +53,7 @@ class PageTable(NamedTuple):
         integers("kv_last_page_len", self.kv_last_page_len, requests, device)
         if device.type == "cpu":
             self._check_values(cache.shape[0], page_size)
+        return rows
 
     def of_rows(self, nnz: int, cache: torch.Tensor) -> torch.Tensor:
         """Return the slot `page * page_size + offset` of each of `nnz` rows; -1 for none."""
@@ -78,6 +82,14 @@ class SlotMapping(NamedTuple):
     """Slots `page * page_size + offset`, one per row; those outside the cache go nowhere."""
 
     slot_mapping: torch.Tensor
+
+    def checked(self, rows: Named, cache: torch.Tensor) -> Named:
+        """Return the rows that go to a cache: as many as there are slots."""
+        nnz = integers("slot_mapping", self.slot_mapping, None, cache.device).numel()
+        for name, x in rows.items():
+            if len(x) < nnz:
+                raise checks.wrong(f"{name} must have a row for each of {nnz} slots", x)
+        return {name: x[:nnz] for name, x in rows.items()}
 
     def of_rows(self, nnz: int, cache: torch.Tensor) -> torch.Tensor:
         """Return the slot of each of `nnz` rows."""
@@ -178,16 +190,26 @@ def check_rows(
     check_same_rows(rows)
 
 
-def latent_rows(name: str, rows: Any, cache_name: str, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check rows [nnz, n] to be written to a cache [num_pages, page_size, n]; return both with an axis of one head."""
-    cache = checks.tensor(cache_name, cache)
-    if cache.dim() != 3 or cache.shape[1] == 0:
-        raise checks.wrong(f"{cache_name} must have shape [num_pages, page_size, n]", cache)
-    checks.dense(cache_name, cache)
-    checks.check_grad(cache_name, cache)
-    axes, where = f"[nnz, {cache.shape[2]}]", f"{cache_name}'s device"
-    rows = checks.operand(name, rows, (cache.dtype,), (None, cache.shape[2]), axes, cache.device, where)
-    return rows[:, None], cache[:, :, None]
+def latent_rows(rows: Named, caches: dict[str, Any]) -> tuple[Named, Named]:
+    """Check rows [nnz, n] of both parts of latent keys to be written to caches [num_pages, page_size, n]. Return rows
+    and caches with an axis of one head.
+    """
+    for (name, x), (cache_name, cache) in zip(rows.items(), caches.items(), strict=True):
+        cache = checks.tensor(cache_name, cache)
+        if cache.dim() != 3 or cache.shape[1] == 0:
+            raise checks.wrong(f"{cache_name} must have shape [num_pages, page_size, n]", cache)
+        checks.dense(cache_name, cache)
+        checks.check_grad(cache_name, cache)
+        axes, where = f"[nnz, {cache.shape[2]}]", f"{cache_name}'s device"
+        checks.operand(name, x, (cache.dtype,), (None, cache.shape[2]), axes, cache.device, where)
+    ckv, kpe = caches.values()
+    if ckv.shape[:2] != kpe.shape[:2] or ckv.device != kpe.device:
+        raise ArgumentError(
+            "ckv_cache and kpe_cache must have the same pages and page size, on one device, "
+            f"got {checks.describe(ckv)} and {checks.describe(kpe)}"
+        )
+    check_same_rows(rows)
+    return {name: x[:, None] for name, x in rows.items()}, {name: x[:, :, None] for name, x in caches.items()}
 
 
 def check_same_rows(rows: dict[str, Any]) -> None:

@@ -42,9 +42,6 @@ class MlaSettings(NamedTuple):
     num_heads: int
     page_size: int
     causal: bool  # a query token sees the keys up to its own, else all
-    sm_scale: float  # of products with latent columns: factors of these are included here, and in v_scale
-    rope_scale: float  # of products with rotated columns
-    v_scale: float
     lse_scale: float  # lse is base 2 times this
     enable_pdl: bool | None
 
@@ -146,10 +143,19 @@ class MlaLengths(NamedTuple):
         return kv_len, bounds[:-1]
 
 
+class MlaScales(NamedTuple):
+    """Numbers of a launch by the kernel's parameters. Factors of the cache's parts are included."""
+
+    scale: float  # of products with latent columns
+    rope_scale: float  # of products with rotated columns
+    v_scale: float
+
+
 class MlaProblem(NamedTuple):
     """One call. Last axes have unit stride; all other strides are free."""
 
     settings: MlaSettings
+    scales: MlaScales
     lengths: MlaLengths
     q: torch.Tensor  # [num_tokens, num_heads, LATENT]
     k: torch.Tensor  # [num_pages, page_size, LATENT]: values too
@@ -278,11 +284,13 @@ def mla_problem(call: MlaCall, lengths: MlaLengths) -> MlaProblem:
         q.shape[1],
         ckv.shape[1],
         checks.boolean("causal", call.causal),
+        LSE_BASES[call.lse_base],
+        call.enable_pdl,
+    )
+    numbers = MlaScales(
         checks.real("sm_scale * ckv_scale", sm_scale * ckv_scale),
         checks.real("sm_scale * kpe_scale", sm_scale * kpe_scale),
         checks.real("bmm2_scale * ckv_scale", v_number * ckv_scale),
-        LSE_BASES[call.lse_base],
-        call.enable_pdl,
     )
     buffers = call.out, call.lse, call.lse is None and checks.boolean("return_lse", call.return_lse)
     out, lse = operands.outputs(q, buffers, (LATENT, q.dtype), tuple(q.shape[:2]), "num_tokens, num_heads")
@@ -291,7 +299,7 @@ def mla_problem(call: MlaCall, lengths: MlaLengths) -> MlaProblem:
     checks.apart(written, read.items())
     sinks = None if call.sinks is None else operands.per_head("sinks", call.sinks, q.shape[1], q.device)
     extras = Extras(scale, None, v_scale, sinks, q_pe=call.q_pe, ckv_scales=scales_of_groups)
-    return MlaProblem(settings, lengths, q, ckv, kpe, out, lse, scratch, extras)
+    return MlaProblem(settings, numbers, lengths, q, ckv, kpe, out, lse, scratch, extras)
 
 
 def check_values(problem: MlaProblem) -> None:

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from cute_attn.errors import ArtifactError
@@ -58,23 +58,18 @@ def get_many(
     """
     tasks = [(spec, arch) for arch, specs in specs_by_arch.items() for spec in specs]
     outcomes: dict[Task, Outcome] = {}
-    for task, outcome in _outcomes(tasks, program_of, jobs):
+
+    def done(task: Task, outcome: Outcome) -> None:
         outcomes[task] = _remember(*task, outcome) if isinstance(outcome, Artifact) else outcome
         if progress:
             progress(*task, outcome)
-    return {(arch, spec): outcomes[spec, arch] for spec, arch in tasks}
 
-
-def _outcomes(tasks: Sequence[Task], program_of: ProgramOf, jobs: int | None) -> Iterator[tuple[Task, Outcome]]:
-    """Yields what becomes of every task: those whose artifacts exist first, then the others as they are compiled."""
-    missing: list[Task] = []
-    for spec, arch in tasks:
-        archs.named(arch)
-        found = _memory.get((spec, arch)) or _stored(spec, arch)
-        if found is None:
-            missing.append((spec, arch))
-        else:
-            yield (spec, arch), found
+    for task in tasks:
+        archs.named(task[1])
+        found = _memory.get(task) or _stored(*task)
+        if found is not None:
+            done(task, found)
+    missing = [task for task in tasks if task not in outcomes]
     jobs = min(jobs or min(os.cpu_count() or 1, 8), len(missing))
     if jobs > 1 and can_compile():  # imports the DSL before the fork: workers share its pages and start at once
         with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
@@ -82,9 +77,11 @@ def _outcomes(tasks: Sequence[Task], program_of: ProgramOf, jobs: int | None) ->
             for future in as_completed(futures):
                 died = future.exception()
                 lost = None if died is None else ArtifactError(f"a compile worker died: {type(died).__name__}: {died}")
-                yield futures[future], lost or future.result()
+                done(futures[future], lost or future.result())
     else:
-        yield from ((task, _outcome(*task, program_of)) for task in missing)
+        for task in missing:
+            done(task, _outcome(*task, program_of))
+    return {(arch, spec): outcomes[spec, arch] for spec, arch in tasks}
 
 
 def _outcome(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Outcome:

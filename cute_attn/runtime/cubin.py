@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from cute_attn.errors import ArtifactError
 
@@ -17,6 +16,7 @@ _REGCOUNT, _FRAME_SIZE, _MIN_STACK_SIZE = 0x2F, 0x11, 0x12  # in .nv.info, one p
 _KPARAM_INFO, _REQNTID = 0x17, 0x10  # in .nv.info.<kernel>
 _FORMAT_SIZED = 0x04  # record with a 16-bit length; all other formats have two bytes of data
 _EI_OSABI, _OSABI_7 = 7, 0x33
+_NOBITS = 8  # type of a section without bytes in the file
 _KERNEL_ENTRY = 0x10  # st_other bit of a __global__ function
 
 
@@ -32,17 +32,6 @@ class CubinKernel:
     reqntid: tuple[int, int, int] | None
 
 
-class _Section(NamedTuple):
-    name: str
-    link: int
-    data: bytes  # empty in a NOBITS section
-
-
-class _Symbol(NamedTuple):
-    name: str
-    other: int
-
-
 def read_kernels(cubin: bytes) -> tuple[CubinKernel, ...]:
     """Returns all kernels of a cubin. Raises ArtifactError if the bytes are not a complete cubin."""
     try:
@@ -55,47 +44,39 @@ def _read_kernels(cubin: bytes) -> tuple[CubinKernel, ...]:
     if cubin[:5] != b"\x7fELF\x02":
         raise ValueError("no ELF64 header")
     (segments,) = struct.unpack_from("<Q", cubin, 32)
-    stride, count = struct.unpack_from("<HH", cubin, 54)
+    flags, stride, count = struct.unpack_from("<IxxHH", cubin, 48)
     if segments + stride * count > len(cubin):
         raise ValueError("program headers end past the file")
-    sections = _sections(cubin)
-    symbols = _symbols(sections)
-    totals = _function_totals(sections[".nv.info"].data, symbols)
-    (flags,) = struct.unpack_from("<I", cubin, 48)
     sm = flags & 0xFF if cubin[_EI_OSABI] == _OSABI_7 else flags >> 8 & 0xFF
+    sections = _sections(cubin)
+    symbols = [
+        (_c_string(sections[".strtab"], name), other)
+        for name, _, other, *_ in struct.iter_unpack("<IBBHQQ", sections[".symtab"])
+    ]
+    totals: dict[tuple[str, int], int] = {}
+    for attribute, value in _records(sections[".nv.info"]):
+        if attribute in (_REGCOUNT, _FRAME_SIZE, _MIN_STACK_SIZE):
+            index, amount = struct.unpack("<II", value)
+            totals[symbols[index][0], attribute] = amount
     return tuple(
-        _kernel(symbol.name, sm, totals[symbol.name], sections)
-        for symbol in symbols
-        if symbol.other & _KERNEL_ENTRY and f".text.{symbol.name}" in sections
+        _kernel(name, sm, totals, sections[f".nv.info.{name}"])
+        for name, other in symbols
+        if other & _KERNEL_ENTRY and f".text.{name}" in sections
     )
 
 
-def _kernel(name: str, sm: int, totals: dict[int, int], sections: dict[str, _Section]) -> CubinKernel:
+def _kernel(name: str, sm: int, totals: dict[tuple[str, int], int], info: bytes) -> CubinKernel:
     params: dict[int, tuple[int, int]] = {}
     reqntid = None
-    for attribute, value in _records(sections[f".nv.info.{name}"].data):
+    for attribute, value in _records(info):
         if attribute == _KPARAM_INFO:
             _, ordinal, offset, packed = struct.unpack("<IHHI", value)
             params[ordinal] = (offset, packed >> 18)
         elif attribute == _REQNTID:
             reqntid = struct.unpack("<III", value)
-    return CubinKernel(
-        symbol=name,
-        sm=sm,
-        registers=totals[_REGCOUNT],
-        stack_bytes=max(totals[_FRAME_SIZE], totals.get(_MIN_STACK_SIZE, 0)),
-        params=tuple(params[ordinal] for ordinal in range(len(params))),
-        reqntid=reqntid,
-    )
-
-
-def _function_totals(info: bytes, symbols: list[_Symbol]) -> dict[str, dict[int, int]]:
-    totals: dict[str, dict[int, int]] = {}
-    for attribute, value in _records(info):
-        if attribute in (_REGCOUNT, _FRAME_SIZE, _MIN_STACK_SIZE):
-            index, amount = struct.unpack("<II", value)
-            totals.setdefault(symbols[index].name, {})[attribute] = amount
-    return totals
+    stack_bytes = max(totals[name, _FRAME_SIZE], totals.get((name, _MIN_STACK_SIZE), 0))
+    in_order = tuple(params[ordinal] for ordinal in range(len(params)))
+    return CubinKernel(name, sm, totals[name, _REGCOUNT], stack_bytes, in_order, reqntid)
 
 
 def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -108,27 +89,20 @@ def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
             at += size
 
 
-def _sections(cubin: bytes) -> dict[str, _Section]:
+def _sections(cubin: bytes) -> dict[str, bytes]:
+    """Returns the sections by name; those that take no bytes of the file are empty."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     stride, count, names_index = struct.unpack_from("<HHH", cubin, 58)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * stride) for i in range(count)]
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * stride) for i in range(count)]
     names_at = headers[names_index][4]
     sections = {}
-    for name_at, kind, _, _, offset, size, link, *_ in headers:
+    for name_at, kind, _, _, offset, size in headers:
         name = _c_string(cubin, names_at + name_at)
-        nobits = kind == 8
-        if not nobits and offset + size > len(cubin):
+        size = 0 if kind == _NOBITS else size
+        if offset + size > len(cubin):
             raise ValueError(f"section {name} ends past the file")
-        sections[name] = _Section(name, link, b"" if nobits else cubin[offset : offset + size])
+        sections[name] = cubin[offset : offset + size]
     return sections
-
-
-def _symbols(sections: dict[str, _Section]) -> list[_Symbol]:
-    table = sections[".symtab"]
-    names = list(sections.values())[table.link].data
-    return [
-        _Symbol(_c_string(names, name), other) for name, _, other, _, _, _ in struct.iter_unpack("<IBBHQQ", table.data)
-    ]
 
 
 def _c_string(data: bytes, at: int) -> str:

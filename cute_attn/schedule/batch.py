@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
-from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
+from cute_attn.problem import BatchLengths, BatchLimits, LaunchSizes
 from cute_attn.schedule.constants import COMBINE_TIME, CUT_WORTHWHILE, ITEM_TIME, L2_ORDER_MIN_WAVES, UNIT
 from cute_attn.schedule.params import Capacity, SchedulerParams
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
@@ -37,8 +37,8 @@ def size_of(lengths: BatchLengths, limits: BatchLimits) -> Size:
     keys, requests, rows = lengths.total_kv, lengths.batch_size, lengths.rows - lengths.first_row
     # A blank item, which launches of a fixed size may have, ends a CTA's work: behind it must be no other section.
     longest = lengths.longest_kv
-    if limits.graph:
-        keys, requests, rows, longest = limits.graph.max_kv_tokens, limits.graph.batch_size, limits.graph.max_rows, 0
+    if limits.sizes:
+        keys, requests, rows, longest = limits.sizes.max_kv_tokens, limits.sizes.batch_size, limits.sizes.max_rows, 0
     any_lengths = limits.keeps_address or limits.fixed_split_size is not None or limits.disable_split_kv
     return Size(typical_qo_len(lengths, limits), None if any_lengths else ceil_div(keys, requests or 1), rows, longest)
 
@@ -49,14 +49,14 @@ def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
     The number is the same for all plans of a captured launch.
     """
     rows, requests = lengths.rows - lengths.first_row, lengths.with_queries
-    if limits.graph:
-        rows, requests = limits.graph.max_rows, limits.graph.batch_size
+    if limits.sizes:
+        rows, requests = limits.sizes.max_rows, limits.sizes.batch_size
     return ceil_div(rows, requests) if requests else limits.max_qo_len or 0
 
 
-def room_for(lengths: BatchLengths) -> GraphLimits:
+def room_for(lengths: BatchLengths) -> LaunchSizes:
     """Returns the sizes that a launch for these lengths alone needs."""
-    return GraphLimits(lengths.batch_size, lengths.rows, lengths.total_kv, lengths.longest_qo)
+    return LaunchSizes(lengths.batch_size, lengths.rows, lengths.total_kv, lengths.longest_qo)
 
 
 def orders_by_l2(params: SchedulerParams, items: int, late: int) -> bool:
@@ -76,7 +76,7 @@ def capacity_for(lengths: BatchLengths, params: SchedulerParams, limits: BatchLi
     as many as it has.
     """
     chunk, partials = fixed_chunk(params, limits), limits.workspace_bytes // params.partial_bytes
-    if limits.graph is not None and not chunk:
+    if limits.sizes is not None and not chunk:
         return record_capacity(params, limits)
     short = lengths.longest_kv <= (2 * params.min_split_tiles - 1) * params.cols
     if not chunk and (short or limits.disable_split_kv or partials < 2):
@@ -84,7 +84,7 @@ def capacity_for(lengths: BatchLengths, params: SchedulerParams, limits: BatchLi
     begin, end = visible_kv_tiles(lengths, params)
     if chunk:
         fixed = _fixed_splits(begin, end, chunk, params, limits)
-        return fixed if limits.graph is None else record_capacity(params, limits)
+        return fixed if limits.sizes is None else record_capacity(params, limits)
     return _with_splits(len(end), params, partials) if may_split(end - begin, params) else Capacity(len(end), 0, 0)
 
 
@@ -168,18 +168,18 @@ def _fixed_splits(
 
 
 def record_capacity(params: SchedulerParams, limits: BatchLimits) -> Capacity:
-    """Returns how many records the schedule of a batch within `limits.graph` may have: every one fits."""
-    assert limits.graph is not None
+    """Returns how many records the schedule of a batch within `limits.sizes` may have: every one fits."""
+    assert limits.sizes is not None
     partials = limits.workspace_bytes // params.partial_bytes
-    tiles = max_query_tiles(limits.graph, params)
-    kv_tiles, chunk = ceil_div(limits.graph.max_kv_tokens, params.cols), fixed_chunk(params, limits)
+    tiles = max_query_tiles(limits.sizes, params)
+    kv_tiles, chunk = ceil_div(limits.sizes.max_kv_tokens, params.cols), fixed_chunk(params, limits)
     least = chunk + 1 if chunk else 2 * params.min_split_tiles  # kv tiles of a query tile that is split
     if limits.disable_split_kv or kv_tiles < least or partials < 2:
         return Capacity(tiles, 0, 0)
     if chunk:
-        items = min(max_fixed_size_splits(limits.graph, params, chunk), tiles + partials)
+        items = min(max_fixed_size_splits(limits.sizes, params, chunk), tiles + partials)
         return Capacity(items, min(tiles, items // 2, partials // 2), partials)
-    if not limits.keeps_address and _fills_waves(params, limits.graph):
+    if not limits.keeps_address and _fills_waves(params, limits.sizes):
         return Capacity(tiles, 0, 0)
     return _with_splits(tiles, params, partials)
 
@@ -191,36 +191,36 @@ def _with_splits(tiles: int, params: SchedulerParams, partials: int) -> Capacity
     return Capacity(tiles + min(EXTRA_WAVES * wave, partials), merges, partials)
 
 
-def _fills_waves(params: SchedulerParams, graph: GraphLimits) -> bool:
+def _fills_waves(params: SchedulerParams, sizes: LaunchSizes) -> bool:
     """Tells whether a batch with lengths on the device is a prefill whose query tiles fill the GPU. The search
     splits none of 200 random ones, and a combine launch costs some 3 us even without work.
     """
-    if not params.causal and graph.max_kv_tokens >= LONG_KEYS * graph.batch_size:
+    if not params.causal and sizes.max_kv_tokens >= LONG_KEYS * sizes.batch_size:
         return False  # equal tiles, whose last wave may be cut
-    if graph.max_kv_tokens > MOST_PREFILL_KEYS * graph.max_rows:
+    if sizes.max_kv_tokens > MOST_PREFILL_KEYS * sizes.max_rows:
         return False
-    items = graph.max_rows * params.group_size // params.rows * params.num_kv_heads
+    items = sizes.max_rows * params.group_size // params.rows * params.num_kv_heads
     return items * 2 >= 3 * params.resident_ctas
 
 
-def max_query_tiles(graph: GraphLimits, params: SchedulerParams) -> int:
+def max_query_tiles(sizes: LaunchSizes, params: SchedulerParams) -> int:
     """Returns the largest number of query tiles of any batch within the limits."""
-    requests = min(graph.batch_size, graph.max_rows)
+    requests = min(sizes.batch_size, sizes.max_rows)
     if params.group_size >= params.rows:
-        tiles = graph.max_rows * ceil_div(params.group_size, params.rows)
+        tiles = sizes.max_rows * ceil_div(params.group_size, params.rows)
     else:  # each tile after a request's first takes this many more tokens
-        tiles = requests + (graph.max_rows - requests) // (params.rows // params.group_size)
-    if graph.max_qo_len is None:
+        tiles = requests + (sizes.max_rows - requests) // (params.rows // params.group_size)
+    if sizes.max_qo_len is None:
         return tiles
-    return min(tiles, requests * ceil_div(graph.max_qo_len * params.group_size, params.rows))
+    return min(tiles, requests * ceil_div(sizes.max_qo_len * params.group_size, params.rows))
 
 
-def max_fixed_size_splits(graph: GraphLimits, params: SchedulerParams, chunk: int) -> int:
+def max_fixed_size_splits(sizes: LaunchSizes, params: SchedulerParams, chunk: int) -> int:
     """Returns the largest number of items of any batch within the limits, split at multiples of `chunk` kv tiles."""
-    kv_tiles = ceil_div(graph.max_kv_tokens, params.cols)
-    requests = min(graph.batch_size, graph.max_rows)
-    bound = max_query_tiles(graph, params) * min(MAX_SPLITS, ceil_div(kv_tiles, chunk))  # as if every tile saw all keys
-    if graph.max_qo_len is None:
+    kv_tiles = ceil_div(sizes.max_kv_tokens, params.cols)
+    requests = min(sizes.batch_size, sizes.max_rows)
+    bound = max_query_tiles(sizes, params) * min(MAX_SPLITS, ceil_div(kv_tiles, chunk))  # as if every tile saw all keys
+    if sizes.max_qo_len is None:
         return bound
-    tiles_per_request = ceil_div(graph.max_qo_len * params.group_size, params.rows)
-    return min(bound, tiles_per_request * (requests + graph.max_kv_tokens // (chunk * params.cols)))
+    tiles_per_request = ceil_div(sizes.max_qo_len * params.group_size, params.rows)
+    return min(bound, tiles_per_request * (requests + sizes.max_kv_tokens // (chunk * params.cols)))

@@ -204,20 +204,7 @@ class BatchWrapper(EngineHooks, EndsForward):
         made: Any = self
         return cast(Result, made.run(**given))
 
-    def _run(
-        self, arguments: RunArguments, lse_form: LseForm | None = None, call: calls.RunCall | None = None
-    ) -> Result:
-        """Run. `call`: under which runs like this one are found, if not by its arguments."""
-        plan = self._plan
-        if plan is None or (batch := plan.batch) is None or self._copies:
-            plan = self._in_force()
-            if plan.is_open:
-                return self._first_run(arguments, lse_form)
-            batch = self._scheduled(plan)
-        if call is None:
-            call = calls.call_of_run(batch, arguments, lse_form)
-        out, lse = calls.replay_run(batch, call) or self._checked_run(plan, arguments, call, lse_form)
-        return out if lse is None or not arguments.return_lse else (out, lse)
+    _run = calls.run
 
     def _checked_run(
         self, plan: Plan, arguments: RunArguments, call: calls.RunCall, lse_form: LseForm | None

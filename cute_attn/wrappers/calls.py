@@ -71,6 +71,7 @@ class Entry:
     per_key: tuple[int, int]  # ^ without keys, and here per key
     other_spans: tuple[int, ...]  # bytes that optional tensors cover, and what else is read
     partials_offset: int  # bytes from the workspace's address to partial results
+    launched_read: int  # of what else is read, the first tensors: the launch takes their addresses
     before: Before | None  # makes what the launch reads in place of what is given, and looks at values
     convert: Convert | None  # makes the lse that the call returns
 
@@ -230,7 +231,9 @@ def replay(
                 if not _is_apart(counters, of_counters, ALIGNMENT, apart):
                     return None
                 counted_at = counters.data_ptr()
-            rest = (counted_at, partials + entry.partials_offset, *starts[len(optional) :][:4])
+            rest = counted_at, partials + entry.partials_offset
+        if entry.launched_read:
+            rest = (*rest, *starts[len(optional) : len(optional) + entry.launched_read])
         if out is not None and not _is_apart(out, of_out, ALIGNMENT, apart):
             return None
         if lse is not None and not _is_apart(lse, of_lse, 1, apart):
@@ -361,8 +364,31 @@ def enter(
         per_key,
         tuple(map(_span, optional + read)),
         partials_offset,
+        len(launched_read),
         before,
         convert,
+    )
+
+
+def enter_append(
+    key: Any, fire: Fire | None, given: Given | None, written: Sequence[Tensor], launched_read: int
+) -> None:
+    """Leave the entry of a call that wrote rows to caches. They are out and lse of `given`, or out alone, which then
+    begins where k does, and block scales the workspaces. `written`: caches and block scales, k and v of each.
+    """
+    if key is None or given is None or fire is None:
+        return
+    q, k, v, out, lse, _, optional, read, counters = given
+    if any(x.itemsize < 4 for x in read[:launched_read]):  # the launch reads copies
+        return
+    if len(UNPLANNED) >= CACHE_SIZE:
+        UNPLANNED.clear()
+    starts, ends = zip(*map(checks.extent, written), strict=True)
+    of_out, of_workspace = (ends[i + (x is None)] - starts[i] for i, x in ((0, lse), (-2, counters)))
+    spans = *map(_span, (q, k, v)), of_out, _span(lse), of_workspace, _span(counters)
+    others = tuple(map(_span, optional + read))
+    UNPLANNED[key] = Entry(
+        fire, False, (), out.dtype, None, 0, ALIGNMENT, spans, (0, 0), others, 0, launched_read, None, None
     )
 
 
@@ -418,6 +444,22 @@ def call_of_run(plan: BatchPlan, arguments: RunArguments, lse_form: LseForm | No
         return key, (q, k, v, out, lse, None, optional, read, None)
     except NOT_TENSORS:
         return NO_CALL
+
+
+def run(wrapper: Any, arguments: RunArguments, lse_form: LseForm | None = None, call: RunCall | None = None) -> Any:
+    """Run the plan in force of a `BatchWrapper`, whose method this is, and return out, or out and lse. `call`: under
+    which runs like this one are found, if not by its arguments.
+    """
+    plan = wrapper._plan
+    if plan is None or (batch := plan.batch) is None or wrapper._copies:
+        plan = wrapper._in_force()
+        if plan.is_open:
+            return wrapper._first_run(arguments, lse_form)
+        batch = wrapper._scheduled(plan)
+    if call is None:
+        call = call_of_run(batch, arguments, lse_form)
+    out, lse = replay_run(batch, call) or wrapper._checked_run(plan, arguments, call, lse_form)
+    return out if lse is None or not arguments.return_lse else (out, lse)
 
 
 def replay_run(plan: BatchPlan, call: RunCall) -> Outputs | None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.errors import ArgumentError, RuntimeArgumentError
-from cute_attn.problem import BatchLengths, DeviceLengths, Features, GraphLimits, Lengths, Settings
+from cute_attn.problem import BatchLengths, DeviceLengths, Features, LaunchSizes, Lengths, Settings
 from cute_attn.request import caches, checks
 from cute_attn.request.batch_plan import Mask, PlanRequest, Splits
 from cute_attn.request.index_arrays import copied_at_once, int32
@@ -47,7 +47,7 @@ class GraphInvariants(NamedTuple):
 
     settings: Settings
     splits: Splits
-    limits: GraphLimits
+    limits: LaunchSizes
     first_row: int  # `run` fills the rows of out and lse before it with torch
 
 
@@ -110,7 +110,7 @@ class GraphBuffers:
         self._check_mask(request.mask)
         if before is None:
             most_keys = lengths.kv_end if lengths.kv_indices is None else self.page_indices.numel() * settings.page_size
-            limits = GraphLimits(lengths.batch_size, lengths.rows, most_keys, request.max_qo_len)
+            limits = LaunchSizes(lengths.batch_size, lengths.rows, most_keys, request.max_qo_len)
             return GraphInvariants(settings, request.splits, limits, lengths.first_row)
         _check_sizes(before.limits, lengths, request.max_qo_len)
         first_row = lengths.first_row if host_lengths else before.first_row
@@ -186,7 +186,7 @@ class GraphBuffers:
         return lengths.replace(**{what: self.holding.get(what) for what in LENGTHS})
 
 
-def _check_sizes(limits: GraphLimits, lengths: Lengths, q_len: int | None) -> None:
+def _check_sizes(limits: LaunchSizes, lengths: Lengths, q_len: int | None) -> None:
     """Refuse a plan for which captured launches have no room."""
     assert lengths.rows is not None
     if limits.max_qo_len != q_len:

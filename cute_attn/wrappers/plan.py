@@ -29,7 +29,7 @@ from cute_attn.problem import (
     BatchPlan,
     DeviceLengths,
     Features,
-    GraphLimits,
+    LaunchSizes,
     Lengths,
     Settings,
 )
@@ -351,12 +351,12 @@ def _with_bounds(lengths: DeviceLengths, rows: int, keys: int) -> DeviceLengths:
     return lengths.replace(rows=rows, kv_end=keys if lengths.kv_indices is None else lengths.kv_end)
 
 
-def _room(request: PlanRequest, lengths: Lengths) -> GraphLimits | None:
+def _room(request: PlanRequest, lengths: Lengths) -> LaunchSizes | None:
     """Return the sizes that launches have room for, where nothing fixes them; None: those that the lengths need."""
     if isinstance(lengths, BatchLengths):
         return None
     assert lengths.rows is not None
-    return GraphLimits(lengths.batch_size, lengths.rows, lengths.kv_end * request.page_size, request.max_qo_len)
+    return LaunchSizes(lengths.batch_size, lengths.rows, lengths.kv_end * request.page_size, request.max_qo_len)
 
 
 def _left_open(place: Place, request: PlanRequest, settings: Settings) -> PlanRequest:

@@ -18,6 +18,7 @@ from cute_attn.kernels.host.single import SingleRun
 from cute_attn.runtime.launch import Launch
 from cute_attn.wrappers import calls
 from perf.pretended_gpu import NullDriver
+from tests.support.entry_points import ENTRIES
 from tests.support.launch_corpus import pretended
 
 WARM, CALLS = 1_000, 5_000
@@ -96,3 +97,12 @@ def test_calls_on_a_gpu(call: Call) -> None:
             forget()
         gc.collect()
         assert SingleRun not in set(map(type, gc.get_objects()))
+
+
+def test_another_scale_of_latent_attention_prepares_nothing() -> None:
+    with pretended(NullDriver()):
+        entry, made = ENTRIES["latent"], []
+        for scale in (0.1, 0.2):
+            entry.begin(entry.tensors)({**entry.tensors, "bmm1_scale": scale})
+            made.append(prepared_kernel.cache_info().misses)
+    assert made[0] == made[1]

@@ -10,10 +10,22 @@ import torch
 import cute_attn
 from cute_attn import ArgumentError, ArgumentTypeError, flash_mla
 from cute_attn.integrations import latent
-from cute_attn.request import block_sparse, operands
+from cute_attn.request import block_sparse, nvfp4, operands
 from cute_attn.wrappers import calls
 from perf.pretended_gpu import NullDriver
-from tests.support.entry_points import CACHE, DIM, ENTRIES, OTHERS, Entry, Planned, direct, without, zeros
+from tests.support.entry_points import (
+    CACHE,
+    DIM,
+    ENTRIES,
+    OTHERS,
+    PAIR,
+    SCALE_PAIR,
+    Entry,
+    Planned,
+    direct,
+    without,
+    zeros,
+)
 from tests.support.launch_corpus import RecordingDriver, parameters, pretended
 from tests.support.mla_case import LATENT, MlaCase
 
@@ -21,7 +33,7 @@ from tests.support.mla_case import LATENT, MlaCase
 XQA = direct(cute_attn.xqa_batch_decode_with_kv_cache, kv_layout="HND", max_seq_len=16)
 IN_ONE = {"kv_cache": zeros(4, 2, 2, 16, 32), "kv_cache_sf": zeros(4, 2, 2, 16, 4)}
 NVFP4 = without(ENTRIES["xqa, NVFP4"].tensors, *CACHE[1], "k_sf of kv_cache_sf", "v_sf of kv_cache_sf") | IN_ONE
-REPLAYED = {name: entry for name, entry in ENTRIES.items() if name not in OTHERS}
+REPLAYED = {name: entry for name, entry in ENTRIES.items() if name not in OTHERS or name.startswith("append")}
 PREFILL = ("trtllm context", "trtllm ragged", "trtllm fmha", "trtllm fmha, pages")  # wrappers keep their workspace
 REPLAYED |= {"xqa, NVFP4, one cache": ENTRIES["xqa, NVFP4"]._replace(tensors=NVFP4, begin=XQA)}
 
@@ -46,6 +58,16 @@ def by_flash_mla(case: MlaCase) -> Entry:
     return Entry(given, direct(flash_mla.flash_mla_with_kvcache, **options))
 
 
+def append_to_halves(given: Any) -> None:
+    """An append to caches that are halves of one tensor."""
+    halves = {name: given[name].unbind(1) for name in (PAIR[0], SCALE_PAIR[0])}
+    cute_attn.nvfp4_quantize_append_paged_kv_cache(**{**given, **halves})
+
+
+ROWS = without(ENTRIES["append NVFP4"].tensors, *PAIR[1], *SCALE_PAIR[1])
+BOTH = ROWS | {PAIR[0]: zeros(4, 2, 16, 2, 32), SCALE_PAIR[0]: zeros(4, 2, 16, 2, 4)}
+REPLAYED["append, one cache"] = ENTRIES["append NVFP4"]._replace(tensors=BOTH)
+REPLAYED["append, halves of a cache"] = Entry(BOTH, lambda *_: append_to_halves)
 DRAFTS = MlaCase(q_lens=(3, 3), kv_lens=(70, 40), page_size=64)
 REPLAYED |= {"latent, vLLM": by_vllm(DRAFTS), "latent, FlashMLA": by_flash_mla(DRAFTS)}
 BYTES = MlaCase(q_lens=(3, 3), kv_lens=(70, 40), page_size=64, narrow=True, grouped=True, wide=True)
@@ -95,6 +117,12 @@ def test_launches(name: str, backend: str, new: bool, monkeypatch: pytest.Monkey
             monkeypatch.setattr(calls, "replay", lambda *a, **k: None)
             assert repeated == launched(driver, call, given, options)
             assert repeated[0]
+
+
+def test_scales_of_appends_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_is_number", lambda x: False)
+    monkeypatch.setattr(nvfp4, "scale_of", lambda name, value, *_: value)
+    test_launches("append NVFP4", "auto", False, monkeypatch)
 
 
 def test_rows_that_kernels_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,14 +127,14 @@ def test_index_arrays_that_are_wrong_reach_no_other_memory(name: str, limits: Ba
 
 def test_it_refuses_what_it_cannot_count() -> None:
     longest = case([1], [1 << 20])
-    graph = longest.limits.graph
-    assert graph is not None
+    sizes = longest.limits.sizes
+    assert sizes is not None
     many_splits, small = {"fixed_split_size": 64}, {"fixed_split_size": 1 << 19, "workspace_bytes": 1000}
-    many_items = {"graph": graph._replace(batch_size=1 << 25, max_rows=1 << 25)}
+    many_items = {"sizes": sizes._replace(batch_size=1 << 25, max_rows=1 << 25)}
     assert Room.bounded(DECODE, longest.limits)
     for change in (many_splits, small, many_items):
         assert not Room.bounded(DECODE, longest.limits._replace(**change))
-    roomy = longest.limits._replace(graph=graph._replace(max_kv_tokens=1 << 31))
+    roomy = longest.limits._replace(sizes=sizes._replace(max_kv_tokens=1 << 31))
     assert Room.of(lengths_of([1], [1 << 30]), DECODE, roomy)
     with pytest.raises(RuntimeArgumentError, match=f"got {1 << 25} for {1 << 25} query tokens"):
         Room.of(lengths_of([1 << 25], [1]), DECODE._replace(rows=1, group_size=1), LIMITS)

@@ -1,16 +1,14 @@
-"""Tiles, shared memory and grids of the kernel for latent attention."""
+"""Tiles and shared memory of the kernel for latent attention."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
-import torch
 
 from cute_attn.kernels.mla.smem import HopperMlaMemory, MlaMemory
 from cute_attn.kernels.mla.spec import CacheForm, HopperMlaSpec
 from cute_attn.kernels.mla.tiles import choose, choose_tile
-from cute_attn.request.mla import MlaSettings
 from cute_attn.runtime.arch import ARCHS, Arch, named
 
 NARROW = "float8_e4m3fn"
@@ -20,11 +18,6 @@ FORMS = (
 )
 # What GPUs of compute capability 8.6 and 8.9 have, which run the cubins of sm_80.
 SMALL_AMPERE = dataclasses.replace(named("sm_80"), smem_limit=named("sm_120a").smem_limit)
-
-
-def settings(heads: int, dtype: torch.dtype = torch.bfloat16) -> MlaSettings:
-    form = torch.bfloat16, dtype, 16, False
-    return MlaSettings(torch.device("cuda", 0), *form, heads, 64, True, 0.1, 0.1, 1.0, 1.0, None)
 
 
 @pytest.mark.parametrize("arch", [*ARCHS.values(), SMALL_AMPERE], ids=lambda arch: f"{arch.name}-{arch.smem_limit}")

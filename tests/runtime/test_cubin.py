@@ -12,9 +12,7 @@ from cute_attn.runtime.cubin import read_kernels
 from tests.support.toy_spec import ToySpec, toy_program
 
 TOY_PARAMS = ((0, 8), (8, 4), (12, 4), (16, 8), (24, 4))  # C layout of {i64, i32, f32, f64, i32}
-ABI_7 = (
-    Path(__file__).parents[1] / "support" / "data"
-)  # toy_kernel.py with 96 threads, by ptxas 12.9 of the cu12 flavour
+ABI_7 = Path(__file__).parents[1] / "support" / "data"  # toy_kernel.py, 96 threads, by ptxas 12.9 (cu12)
 
 
 @pytest.mark.parametrize("sm", [80, 90])

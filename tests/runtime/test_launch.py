@@ -120,7 +120,7 @@ def test_a_launch_that_was_refused_leaves_no_half_written_groups(driver: StubDri
     grid, one, two = (1, 1, 1), (1,), (2,)
     right = grid, one, (0.5, 0.25)
     bound.fire(0, (7, 32), right)
-    with pytest.raises(ArgumentError, match="parameter scale must be an f32"):
+    with pytest.raises(ArgumentError, match=r"parameter scale must be an f32, got 1e\+39"):
         bound.fire(0, (7, 32), (grid, two, (0.5, 1e39)))
     with pytest.raises(ArgumentError, match=r"one entry for each of \['bias', 'out'\], got 1"):
         bound.fire(0, (7,), right)
@@ -132,7 +132,6 @@ def test_a_launch_that_was_refused_leaves_no_half_written_groups(driver: StubDri
     ("static", "groups", "message"),
     [
         ({}, (MOVING, FIRST), r"without a value: \['offset', 'scale'\]"),
-        ({"count": 1}, (MOVING, ("scale",)), r"without a value: \['offset'\]"),
         ({"heads": 1}, (MOVING, FIRST, SECOND), r"without a parameter: \['heads'\]"),
         ({}, (MOVING, FIRST, SECOND, ("heads",)), r"without a parameter: \['heads'\]"),
         ({"count": 1}, (MOVING, FIRST, SECOND), r"more than once: \['count'\]"),
@@ -177,10 +176,8 @@ def test_loading_happens_once_and_before_the_first_launch(driver: StubDriver) ->
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (VALUES[:4], r"one entry for each of \['out', .*\], got 4"),
         ((0, 2**31, 1.0, 1.0, 0), "parameter count must be an i32, got 2147483648"),
         ((2**63, 0, 1.0, 1.0, 0), "parameter out must be an i64, got 9223372036854775808"),
-        ((0, 0, 1e39, 1.0, 0), r"parameter scale must be an f32, got 1e\+39"),
         ((0, 0, 1.0, 1.0, 0.5), "parameter bias must be an i32, got 0.5"),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
 from cute_attn.kernels.host.planner import Room
-from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
+from cute_attn.problem import BatchLengths, BatchLimits, LaunchSizes
 from cute_attn.schedule.batch import typical_qo_len, visible_kv_tiles
 from cute_attn.schedule.params import Capacity, SchedulerParams
 from cute_attn.schedule.records import NO_PARTIAL, Item, Merge
@@ -73,7 +73,7 @@ limits = st.builds(
     workspace_bytes=st.sampled_from([0, 2000, 50_000, 1 << 30]),
     fixed_split_size=st.none() | st.integers(1, 100),
     disable_split_kv=st.booleans(),
-    graph=st.none(),
+    sizes=st.none(),
 )
 
 
@@ -169,7 +169,7 @@ def test_the_host_knows_where_no_split_pays() -> None:
 
 
 @st.composite
-def graph_plans(draw: st.DrawFn) -> tuple[GraphLimits, list[BatchLengths]]:
+def graph_plans(draw: st.DrawFn) -> tuple[LaunchSizes, list[BatchLengths]]:
     """Draws the limits of a captured launch, and batches within them, small and as large as they allow."""
     batch_size = draw(st.integers(1, 6))
     most = draw(st.none() | st.integers(1, 12))
@@ -182,22 +182,22 @@ def graph_plans(draw: st.DrawFn) -> tuple[GraphLimits, list[BatchLengths]]:
             kv_lens.append(draw(st.sampled_from([0, tokens]) | st.integers(0, tokens)))
             rows, tokens = rows - qo_lens[-1], tokens - kv_lens[-1]
         batches.append(lengths_of(qo_lens, kv_lens))
-    return GraphLimits(batch_size, max_rows, max_kv, most), batches
+    return LaunchSizes(batch_size, max_rows, max_kv, most), batches
 
 
 @settings(max_examples=400, deadline=None)
 @given(graph_plans(), shapes, limits)
 def test_every_batch_within_graph_limits_fits_the_same_launch(
-    plans: tuple[GraphLimits, list[BatchLengths]], params: SchedulerParams, limits: BatchLimits
+    plans: tuple[LaunchSizes, list[BatchLengths]], params: SchedulerParams, limits: BatchLimits
 ) -> None:
-    graph, batches = plans
-    sizes = set()
+    sizes, batches = plans
+    counts = set()
     for lengths in batches:
-        work = scheduled(lengths, params, limits._replace(graph=graph))
+        work = scheduled(lengths, params, limits._replace(sizes=sizes))
         check_coverage(work, lengths, params)
         check_partials(work, params, limits)
-        sizes.add((len(work.items), len(work.merges)))
-    assert len(sizes) == 1
+        counts.add((len(work.items), len(work.merges)))
+    assert len(counts) == 1
 
 
 @settings(max_examples=200, deadline=None)
@@ -250,21 +250,21 @@ def test_a_small_workspace_limits_splits() -> None:
 
 
 def test_a_decode_graph_has_one_item_per_request_and_capacity_for_splits() -> None:
-    graph = GraphLimits(batch_size=64, max_rows=64, max_kv_tokens=1 << 20)
-    work = schedule(lengths_of([1] * 64, [100] * 64), DECODE, LIMITS._replace(graph=graph))
+    sizes = LaunchSizes(batch_size=64, max_rows=64, max_kv_tokens=1 << 20)
+    work = schedule(lengths_of([1] * 64, [100] * 64), DECODE, LIMITS._replace(sizes=sizes))
     assert 64 + 33 <= len(work.items) <= 64 + 2 * 33
     assert 33 <= len(work.merges) <= 64
-    unsplit = schedule(lengths_of([1] * 64, [100] * 64), DECODE, LIMITS._replace(graph=graph, disable_split_kv=True))
+    unsplit = schedule(lengths_of([1] * 64, [100] * 64), DECODE, LIMITS._replace(sizes=sizes, disable_split_kv=True))
     assert (len(unsplit.items), len(unsplit.merges)) == (64, 0)
-    short = schedule(lengths_of([1], [1]), DECODE, LIMITS._replace(graph=graph._replace(max_kv_tokens=192)))
+    short = schedule(lengths_of([1], [1]), DECODE, LIMITS._replace(sizes=sizes._replace(max_kv_tokens=192)))
     assert len(short.merges) == 0
 
 
 def test_a_known_longest_query_makes_a_fixed_split_graph_smaller() -> None:
-    limits = LIMITS._replace(fixed_split_size=4096, graph=GraphLimits(64, 64, 1 << 20))
+    limits = LIMITS._replace(fixed_split_size=4096, sizes=LaunchSizes(64, 64, 1 << 20))
     lengths = lengths_of([1] * 64, [16384] * 64)
     free = schedule(lengths, DECODE, limits)
-    known = schedule(lengths, DECODE, limits._replace(graph=GraphLimits(64, 64, 1 << 20, max_qo_len=1)))
+    known = schedule(lengths, DECODE, limits._replace(sizes=LaunchSizes(64, 64, 1 << 20, max_qo_len=1)))
     assert len(items_of(known)) == len(items_of(free)) == 256
     assert len(known.items) == 64 + 256 < len(free.items)
 

@@ -12,7 +12,7 @@ import torch
 from cute_attn.dispatch import emulator
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.planner import Planner, Room, memory_sizes
-from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, GraphLimits
+from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, LaunchSizes
 from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.params import SchedulerParams
@@ -87,8 +87,8 @@ def bounded(case: Case, spare: int) -> Case:
     """Returns the case with limits of a captured launch, in which `spare` more rows, keys or pages would fit."""
     arrays = Arrays.of(case)
     rows, kv = int(arrays.qo_indptr[-1]) + spare, int(arrays.kv_indptr[-1]) + spare
-    graph = GraphLimits(len(case.kv_len), rows, kv * (case.page_size or 1), case.q_len or None)
-    return case._replace(limits=case.limits._replace(graph=graph, max_qo_len=case.q_len or None))
+    sizes = LaunchSizes(len(case.kv_len), rows, kv * (case.page_size or 1), case.q_len or None)
+    return case._replace(limits=case.limits._replace(sizes=sizes, max_qo_len=case.q_len or None))
 
 
 def cases(count: int, seed: int, most_requests: int = 300) -> Iterator[Case]:
@@ -120,12 +120,12 @@ def expected(case: Case) -> WorkList:
 
 def device_lengths(case: Case, device: str) -> DeviceLengths:
     """Returns the lengths of a bounded case on a device."""
-    assert case.limits.graph is not None
+    assert case.limits.sizes is not None
     qo_indptr, kv_indptr, last = (
         None if x is None else torch.from_numpy(x.astype(np.int32)).to(device) for x in Arrays.of(case)
     )
     assert kv_indptr is not None
-    most = case.limits.graph.max_kv_tokens // (case.page_size or 1)
+    most = case.limits.sizes.max_kv_tokens // (case.page_size or 1)
     return DeviceLengths(None if case.q_len else qo_indptr, kv_indptr, last, most, case.q_len)
 
 

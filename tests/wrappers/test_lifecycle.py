@@ -365,7 +365,7 @@ def test_uniform_q_len(kind: Any) -> None:
     for seed in range(3):
         other = dataclasses.replace(case, seed=seed)
         plan_case(other, made, uniform_q_len=4)
-        assert made._planned().limits.graph.max_qo_len == made._planned().limits.max_qo_len == 4
+        assert made._planned().limits.sizes.max_qo_len == made._planned().limits.max_qo_len == 4
         run(other, make(other), made)
     for q_len in (None, 0, 2):
         with (
@@ -380,7 +380,7 @@ def test_an_untrue_uniform_q_len_warns(case: BatchCase) -> None:
     made = made_for(case)
     with pytest.warns(UserWarning, match="uniform_q_len=5 does not describe this batch.* 0 to 17 query tokens"):
         plan_case(case, made, uniform_q_len=5)
-    assert made._planned().limits.graph.max_qo_len is None
+    assert made._planned().limits.sizes.max_qo_len is None
     run(case, make(case), made)
     with pytest.raises(ArgumentTypeError, match="uniform_q_len must be an int"):
         plan_case(case, made, uniform_q_len=5.0)

@@ -58,7 +58,6 @@ def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
             return types.SimpleNamespace(
                 attention=types.SimpleNamespace(of=lambda roles: launch),
                 **dict.fromkeys(("combine", "counter")),
-                output=types.SimpleNamespace(strides=lambda out: ()),
                 strides=lambda q, *others: (f"of thread {int(q)}",),
                 scales=lambda settings: (),
                 addresses=lambda *tensors: lambda places: places,
@@ -71,7 +70,7 @@ def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
 
     def work(i: int) -> None:
         for _ in range(400):
-            run(BatchProblem(f"of thread {i}", torch.tensor([i]), *(torch.zeros(1),) * 3, None))  # type: ignore[arg-type]
+            run(BatchProblem(f"of thread {i}", torch.tensor([i]), *(torch.zeros(1, 1),) * 3, None))  # type: ignore[arg-type]
 
     in_threads(work, range(THREADS))
     assert len(fired) == 400 * THREADS

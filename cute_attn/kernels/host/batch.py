@@ -12,7 +12,7 @@ from cute_attn.kernels.combine.spec import RowsOfWarps, rows_of_warps
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Runner, block_scale_strides, launch_nothing, optional_tensors
 from cute_attn.kernels.host.planner import Room
-from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
+from cute_attn.kernels.host.prepared import Grid, PreparedKernel, output_strides, prepared
 from cute_attn.kernels.rules import Rule
 from cute_attn.problem import BatchProblem, Settings
 from cute_attn.runtime.launch import Settled, Values, current_stream
@@ -127,9 +127,9 @@ class BatchRun(Runner):
         strides = prepared(tuple, strides)  # launches do not write again what is the same object
         scales, (roles, _) = kernel.scales(problem.settings), optional_tensors(problem)
         attention, combine = kernel.attention.of(roles), kernel.combine
-        out_strides, v_scale = kernel.output.strides(problem.out), scales[1:]
+        out_strides, v_scale = output_strides(problem.out), scales[1:]
         if combine is not None:
-            merge = combine.launches.of(roles)
+            merge = combine.of(roles)
         counter = kernel.counter
         latest: tuple[Launched, Settled, Settled] | None = None
 

@@ -8,11 +8,11 @@ from typing import Any, Generic, TypeVar
 
 from cute_attn.kernels.combine.spec import rows_of_warps
 from cute_attn.kernels.host.batch import BatchRun, BatchSchedule, Launched, Memory, Tiling
-from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.features import batched, combine_spec
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.operands import OptionalBounds
 from cute_attn.kernels.host.planner import Planner, Room
-from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
+from cute_attn.kernels.host.prepared import Grid, PreparedKernel, combine_launches, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
 from cute_attn.kernels.rules import Rule
 from cute_attn.problem import (
@@ -44,7 +44,7 @@ class TiledFamily(Generic[T]):
     """
 
     name: str
-    kernel: Callable[[Settings, Any, int, CombineKernel | None, Gpu], PreparedKernel]
+    kernel: Callable[[Settings, Any, int, OptionalBounds | None, Gpu], PreparedKernel]
     # ^ from the spec, and the number of query heads whose rows share a tile
 
     def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
@@ -93,7 +93,7 @@ class TiledFamily(Generic[T]):
     def loaded(self, settings: Settings, tile: T, heads: int, merges: bool, gpu: Gpu) -> PreparedKernel:
         """Returns the prepared kernel of a tile. `merges`: whether a combine launch follows."""
         spec = self.spec(settings, tile, split=merges and not batched(settings.features))
-        return self.kernel(settings, spec, heads, CombineKernel(settings, heads, gpu) if merges else None, gpu)
+        return self.kernel(settings, spec, heads, combine_launches(settings, heads, gpu) if merges else None, gpu)
 
     def prepare(self, settings: Settings, gpu: Gpu) -> SingleRun[T]:
         """Returns a callable that runs single requests of these settings."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import MAX_DEVICES, Arch, for_device, multiprocessors
 from cute_attn.runtime.launch import CPU, Launch
 from cute_attn.runtime.spec import KernelSpec
+
+T = TypeVar("T")
 
 MAX_KERNELS = 512  # loaded, of some 0.3 MB of host memory each; a dropped one is not loaded again, only looked up
 
@@ -38,22 +40,22 @@ def of_device(index: int) -> Gpu:
     return Gpu(for_device(index), index, multiprocessors(index))
 
 
-def has_run(device: torch.device, run: Callable[[Gpu], bool]) -> bool:
-    """Tells whether `run` says so of the GPU of a device. False too, having done nothing, for a device that no kernel
-    runs on, and where none is compiled and there is no DSL.
+def on_gpu(device: torch.device, run: Callable[[Gpu], T | None]) -> T | None:
+    """Returns what `run` returns for the GPU of a device. None, having done nothing, for a device that no kernel runs
+    on, and where none is compiled and there is no DSL.
     """
     if device.type != "cuda":
-        return False
+        return None
     try:
         gpu = of_device(device.index)
     except ArgumentError:
-        return False
+        return None
     try:
         return run(gpu)
     except ArtifactError:
         if artifacts.can_compile():
             raise
-        return False
+        return None
 
 
 @functools.lru_cache(MAX_KERNELS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ from cute_attn.runtime.launch import Bound, Launch, Values
 ROLES = tuple("v_scale_ptr" if name == "v_scale" else name for name in Extras._fields)
 MASK, MASK_BYTES = ROLES.index("mask"), "mask_bytes"
 NO_STRIDES: Values = (0,) * 6
+STRIDE_FIELDS = (
+    *("q_stride_n", "q_stride_h", "k_stride_n", "k_stride_h", "v_stride_n", "v_stride_h"),
+    *("k_stride_page", "v_stride_page"),
+)
 BLOCK_SCALE_FIELDS = (  # of kernels for NVFP4 k and v
     *("k_scales_stride_page", "k_scales_stride_n", "k_scales_stride_h"),
     *("v_scales_stride_page", "v_scales_stride_n", "v_scales_stride_h"),
@@ -29,15 +33,12 @@ Optional = tuple[torch.Tensor, ...]  # these tensors, in the same order
 Fire = Callable[[int, int, int, int, int, tuple[Any, ...]], None]
 
 
-def present(tensors: Sequence[torch.Tensor | None]) -> tuple[Roles, Optional]:
-    """Return which tensors there are of those for all ROLES."""
-    roles = tuple([i for i, x in enumerate(tensors) if x is not None])
-    return roles, tuple([x for x in tensors if x is not None])
-
-
 def optional_tensors(problem: Request | BatchProblem | MlaProblem) -> tuple[Roles, Optional]:
-    """Return the optional tensors of a problem."""
-    return ((), ()) if problem.extras is NO_EXTRAS else present(problem.extras)
+    """Return which optional tensors a problem has, and these."""
+    if problem.extras is NO_EXTRAS:
+        return (), ()
+    roles = tuple([i for i, x in enumerate(problem.extras) if x is not None])
+    return roles, tuple([x for x in problem.extras if x is not None])
 
 
 class OptionalBounds:
@@ -79,26 +80,13 @@ def block_scale_strides(problem: Request | BatchProblem) -> Values:
     return tuple(n for stride in strides for n in (stride[0] if paged else 0, stride[token], stride[head]))
 
 
-class PlainStrides:
-    """Strides in bytes of q, k and v; those of tokens and pages of k and v in chunks of so many bytes."""
-
-    fields = (
-        *("q_stride_n", "q_stride_h", "k_stride_n", "k_stride_h", "v_stride_n", "v_stride_h"),
-        *("k_stride_page", "v_stride_page"),
-    )
-
-    def __init__(self, settings: Settings, chunk: int = 1) -> None:
-        self.token, self.head = kv_axes(settings)
-        self.itemsize, self.kv_itemsize = settings.features.q_dtype.itemsize, settings.features.kv_dtype.itemsize
-        self.paged, self.chunk = settings.features.kv_source == "paged", chunk
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Values:
-        """Returns the values of `fields`."""
-        of_q, size, kv_size, chunk = q.stride(), self.itemsize, self.kv_itemsize, self.chunk
-        strides = [x.stride() for x in (k, v)]
-        of_kv = [n for stride in strides for n in (stride[self.token] * kv_size // chunk, stride[self.head] * kv_size)]
-        pages = [stride[0] * kv_size // chunk if self.paged else 0 for stride in strides]
-        return of_q[0] * size, of_q[-2] * size, *of_kv, *pages
+def plain_strides(settings: Settings, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: int = 1) -> Values:
+    """Returns the values of STRIDE_FIELDS: bytes, but for tokens and pages of k and v chunks of so many bytes."""
+    of_q, size, paged, (token, head) = q.stride(), k.itemsize, settings.features.kv_source == "paged", kv_axes(settings)
+    strides = [x.stride() for x in (k, v)]
+    of_kv = [n for stride in strides for n in (stride[token] * size // chunk, stride[head] * size)]
+    pages = [stride[0] * size // chunk if paged else 0 for stride in strides]
+    return of_q[0] * q.itemsize, of_q[-2] * q.itemsize, *of_kv, *pages
 
 
 class Runner:

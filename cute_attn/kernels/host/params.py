@@ -51,12 +51,6 @@ def mask_bounds(settings: Settings) -> Fields:
     }
 
 
-def range_bounds(settings: Settings) -> Fields:
-    """Returns the bound of the keys of a range before their token."""
-    keys = settings.range_windows[1]
-    return {"range_left": 1 - min(keys, UNBOUNDED) if keys > 0 else -UNBOUNDED}
-
-
 def scale_unit(scores: tuple[str, ...]) -> float:
     """Returns what the scale of a kernel includes: without score steps log2(e), for exp2 in place of exp."""
     return 1.0 if scores else LOG2E

@@ -17,7 +17,7 @@ from cute_attn.errors import RuntimeArgumentError
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import Fields
 from cute_attn.kernels.plan.spec import PlanSpec
-from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, GraphLimits
+from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, LaunchSizes
 from cute_attn.request.settings import MAX_KV_LEN
 from cute_attn.runtime.launch import Values, current_stream
 from cute_attn.runtime.staging import Staging
@@ -52,14 +52,14 @@ class Room(NamedTuple):
     """Sizes of a schedule, and of what the kernel may read and write for it."""
 
     capacity: Capacity
-    sizes: GraphLimits
+    sizes: LaunchSizes
     tiles: int  # query tiles
     chunk: int  # kv tiles of splits of a fixed size, or 0
 
     @classmethod
     def of(cls, lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> Room:
         """Return the room for lengths on the host. Raises what hinders their schedule."""
-        sizes = (limits.graph or room_for(lengths))._replace(max_kv_len=lengths.longest_kv)
+        sizes = (limits.sizes or room_for(lengths))._replace(max_kv_len=lengths.longest_kv)
         tiles, chunk = max_query_tiles(sizes, params), fixed_chunk(params, limits)
         room = cls(capacity_for(lengths, params, limits), sizes, tiles, chunk)
         if not room.is_countable(params):
@@ -72,17 +72,17 @@ class Room(NamedTuple):
 
     @classmethod
     def bounded(cls, params: SchedulerParams, limits: BatchLimits) -> Room | None:
-        """Return the room for all batches within `limits.graph`; None where one might need more than the kernel counts,
+        """Return the room for all batches within `limits.sizes`; None where one might need more than the kernel counts,
         or splits of a fixed size that do not fit the workspace or a merge.
         """
-        graph, chunk = limits.graph, fixed_chunk(params, limits)
-        assert graph is not None
-        room = cls(record_capacity(params, limits), graph, max_query_tiles(graph, params), chunk)
+        sizes, chunk = limits.sizes, fixed_chunk(params, limits)
+        assert sizes is not None
+        room = cls(record_capacity(params, limits), sizes, max_query_tiles(sizes, params), chunk)
         if not room.is_countable(params):
             return None
-        parts = ceil_div(ceil_div(graph.max_kv_tokens, params.cols), chunk) if chunk else 1
+        parts = ceil_div(ceil_div(sizes.max_kv_tokens, params.cols), chunk) if chunk else 1
         slots = limits.workspace_bytes // params.partial_bytes
-        fits = parts <= 1 or (parts <= MAX_SPLITS and max_fixed_size_splits(graph, params, chunk) <= slots)
+        fits = parts <= 1 or (parts <= MAX_SPLITS and max_fixed_size_splits(sizes, params, chunk) <= slots)
         return room if fits else None
 
     @property

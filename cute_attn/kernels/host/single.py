@@ -19,13 +19,14 @@ from cute_attn.kernels.host.operands import (
     launch_nothing,
     optional_tensors,
 )
-from cute_attn.kernels.host.prepared import Addresses, Grid, PreparedKernel, prepared
+from cute_attn.kernels.host.prepared import Addresses, Grid, PreparedKernel, output_strides, prepared
 from cute_attn.problem import Problem, Settings
 from cute_attn.runtime.launch import Bound, Settled, Values, current_stream
 
 MAX_LENGTHS = 512  # schedules kept: lengths vary without end, and a schedule is cheap to compute again
 
 Tensors = tuple[Any, ...]  # q, k, v, out, lse, `operands.Optional`, and the number of keys
+Layouts = dict[PreparedKernel, tuple[Addresses, Values]]  # by kernel, for tensors of one layout: addresses, strides
 
 T = TypeVar("T")  # a family's tile
 
@@ -40,7 +41,6 @@ class SingleSchedule(Generic[T]):
     grid: Grid
     numbers: Values  # of the kernel's length fields
     partial_bytes: int = 0  # of memory for partial results
-    kernel: PreparedKernel | None = None  # once a request has run
 
 
 Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
@@ -74,26 +74,26 @@ class SingleRun(Runner, Generic[T]):
         """`kernel` loads a kernel for a schedule's tile and heads, and for split keys or not. `records`: memory that
         launches read besides the problem's.
         """
-        self.device_index, self.sms, self.scheduler = gpu.device_index, gpu.sms, scheduler
-        self.kernel, self.records = kernel, records
+        self.device_index, self.sms, self.kernel, self.records = gpu.device_index, gpu.sms, kernel, records
         self.num_qo_heads, self.head_dim_vo = settings.features.num_qo_heads, settings.features.head_dim_vo
-        self.launch = functools.lru_cache(MAX_LENGTHS)(self._launch)  # the layers of a model repeat lengths
+        self.schedule = functools.lru_cache(MAX_LENGTHS)(scheduler)  # the layers of a model repeat lengths
 
     def bind(self, problem: Problem) -> Fire:
         """Returns a function that launches the attention kernel, and the combine kernel where keys are split."""
         qo_len, index = problem.qo_len, self.device_index
         if qo_len == 0:
             return launch_nothing
-        like = problem.settings, qo_len, optional_tensors(problem)[0], block_scale_strides(problem)
+        layouts: Layouts = {}
+        like = problem.settings, qo_len, optional_tensors(problem)[0], block_scale_strides(problem), layouts
         latest: tuple[int, Work | None] = 0, None  # a number of keys, and its work
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
             kv_len, (known, work) = tensors[6], latest  # once: threads share this
             if work is None or known != kv_len:
-                schedule = self.launch(qo_len, kv_len)
+                schedule = self.schedule(qo_len, kv_len)
                 if work is None or schedule is not work.schedule or kv_len > work.most_keys:
-                    work = self._work(schedule, tensors, *like, work)
+                    work = self._work(schedule, tensors, *like)
                 latest = kv_len, work
             attention, counter = work.attention, work.kernel.counter
             stream, optional, at = current_stream(index), tensors[5], 0
@@ -120,30 +120,20 @@ class SingleRun(Runner, Generic[T]):
         qo_len: int,
         roles: Roles,
         block_scales: Values,
-        before: Work | None,
+        layouts: Layouts,
     ) -> Work:
-        """Returns the launches of a schedule. `before`: of another, which may have the same kernel."""
-        (q, k, v, out, _, _, kv_len), kernel = tensors, schedule.kernel
-        assert kernel is not None
-        most_keys = kernel.most_keys(kv_len, k, v)
-        if before is not None and before.kernel is kernel:
-            addresses, strides = before.addresses, before.settled[1]
-        else:
-            addresses = kernel.addresses(q, k, v, out)
-            strides = prepared(tuple, kernel.strides(q, k, v, out, block_scales))  # the same for other scales
+        """Returns the launches of a schedule. `layouts`: what is known of such problems."""
+        q, k, v, out, _, _, kv_len = tensors
+        kernel = self.kernel(schedule.tile, schedule.heads, schedule.num_splits > 1)
+        if kernel not in layouts:
+            strides = kernel.strides(q, k, v, out, block_scales)
+            layouts[kernel] = kernel.addresses(q, k, v, out), prepared(tuple, strides)  # the same for other scales
+        (addresses, strides), most_keys = layouts[kernel], kernel.most_keys(kv_len, k, v)
         settled, combined = (schedule.grid, strides, schedule.numbers, kernel.scales(settings)), None
         if (combine := kernel.combine) is not None:
             splits, to_merge = schedule.num_splits, qo_len * self.num_qo_heads
             merge_grid, *rows = rows_of_warps(to_merge, self.sms)
-            numbers, output = (*rows, qo_len, splits), combine.output
-            to_combine = merge_grid, output.strides(out), numbers, (output.v_scale(settings),)
-            combined = combine.launches.of(roles), to_combine, to_merge * splits * 4 * self.head_dim_vo
+            to_combine = merge_grid, output_strides(out), (*rows, qo_len, splits), (settings.v_scale,)
+            combined = combine.of(roles), to_combine, to_merge * splits * 4 * self.head_dim_vo
         attention, partials = kernel.attention.of(roles), schedule.partial_bytes // q.element_size()
         return Work(kernel, attention, addresses, settled, partials, combined, schedule, most_keys)
-
-    def _launch(self, qo_len: int, kv_len: int) -> SingleSchedule[T]:
-        """Returns the schedule of a request of these lengths with its kernel; `launch` memoises it."""
-        schedule = self.scheduler(qo_len, kv_len)
-        if schedule.kernel is None:
-            schedule.kernel = self.kernel(schedule.tile, schedule.heads, schedule.num_splits > 1)
-        return schedule

@@ -12,10 +12,11 @@ import torch
 
 from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, THREADS, VECTOR, AppendSpec
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.operands import Fire
 from cute_attn.kernels.host.params import Fields, divisor
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import short
-from cute_attn.request.append import NO_SCALES, Append, OwnRows, PageTable, Scale, SlotMapping
+from cute_attn.request.append import Append, OwnRows, PageTable, SlotMapping
 from cute_attn.runtime.launch import Bound, Settled, current_stream
 
 LARGEST = (1 << 31) - THREADS  # units of a launch, slots and indices: the kernel counts in 32 bits
@@ -61,8 +62,11 @@ class Layouts(NamedTuple):
     indices: tuple[Layout, ...]
 
 
-def run(append: Append, gpu: Gpu) -> bool:
-    """Launches the kernel on the current stream, and tells whether it can run the request: if not, nothing happens."""
+def run(append: Append, gpu: Gpu) -> Fire | None:
+    """Launches the kernel on the current stream, and returns what runs requests of keys and values that differ in
+    addresses; v of a cache that has one address lies as far behind k as here. None, and nothing happens, where the
+    kernel cannot run the request.
+    """
     slots = SLOTS[type(append.slots)]
     names = INDICES[slots]
     indices = [x if x.dtype in INDEX_DTYPES else x.int() for x in append.slots[: len(names)]]
@@ -71,21 +75,24 @@ def run(append: Append, gpu: Gpu) -> bool:
     plain = [tuple([(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in group]) for group in groups]
     found = prepared(_launches, gpu, append.stored, slots, *plain)
     if found is None:
-        return False
-    launch, settled = found
-    numbers, places = _numbers(append.scales)
-    launch.fire(current_stream(gpu.device_index), (*addresses, *numbers, *places), settled)
-    return True
+        return None
+    (launch, settled), device = found, gpu.device_index
+    places = tuple([x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in append.scales])
+    numbers = tuple([1.0 if isinstance(x, torch.Tensor) else x for x in append.scales])
+    launch.fire(current_stream(device), (*addresses, *numbers, *places), settled)
+    behind, *behind_sf = (pair[-1].data_ptr() - pair[0].data_ptr() for pair in groups[1:3] if pair)
 
+    def fire(k: int, v: int, _: int, k_cache: int, v_cache: int, tensors: tuple[Any, ...]) -> None:
+        scales, *read = tensors[5:]  # on the device; addresses of block scales, those of v first, and of indices
+        caches: tuple[int, ...] = k_cache, v_cache or k_cache + behind
+        if behind_sf:
+            v_sf, k_sf, *read = read
+            caches += k_sf, v_sf if v_sf != k_sf else k_sf + behind_sf[0]
+        of_scales = iter(scales)
+        at = [next(of_scales).data_ptr() if place else 0 for place in places]
+        launch.fire(current_stream(device), (k, v, *caches, *read, *numbers, *at), settled)
 
-def _numbers(scales: tuple[Scale, ...]) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Returns scales that are numbers, 1 in place of tensors, and the addresses of these, 0 in place of numbers."""
-    if scales is NO_SCALES:
-        return NO_SCALES, (0, 0)
-    return (
-        tuple([1.0 if isinstance(x, torch.Tensor) else x for x in scales]),
-        tuple([x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in scales]),
-    )
+    return fire
 
 
 def fits(layouts: Layouts) -> bool:
@@ -153,13 +160,12 @@ def _launches(gpu: Gpu, stored: str, slots: str, *plain: Any) -> tuple[Bound, Se
     launch = gpu.loaded(chosen)
     names = {param.name for param in launch.artifact.params}
     fields: Fields = {**dict.fromkeys(names, 0), "k_units": 1, "v_units": 1, **_shared(layouts)}
-    for i, side in enumerate(SIDES[: len(units)]):
+    sides = SIDES[: len(units)]
+    for i, side in enumerate(sides):
         fields |= {side + name: value for name, value in _operand(layouts, i, chosen.access, units[i]).items()}
-    sides = SIDES[: len(layouts.rows)]
-    bound = [side + "source" for side in sides] + [side + "cache" for side in sides]
-    bound += [side + "sf" for side in sides[: len(layouts.block_scales)]]
-    bound += INDICES[layouts.slots]
-    bound += [side + "scale" for side in sides] + [side + "scale_address" for side in sides]
+    memory = ("source", "cache", "sf") if layouts.block_scales else ("source", "cache")
+    bound = [side + name for name in memory for side in sides] + [*INDICES[layouts.slots]]
+    bound += [side + name for name in ("scale", "scale_address") for side in sides]
     static = {name: fields[name] for name in names.difference(bound)}
     return launch.bind(static, bound), ((-(-items // THREADS), len(units), 1),)
 
@@ -170,15 +176,10 @@ def _operand(layouts: Layouts, i: int, access: int, units: int) -> Fields:
     row, head, step = rows.stride_bytes(0, 1, 2)
     step = access if layouts.stored == COPY and rows.unit_stride else step
     fields: Fields = {"source_row": row, "source_head": head, "source_step": step}
-    fields |= _place("cache", layouts.caches[i])
-    if layouts.block_scales:
-        fields |= _place("sf", layouts.block_scales[i])
+    for name, caches in (("cache", layouts.caches), ("sf", layouts.block_scales)):
+        for x in caches[i : i + 1]:
+            fields |= zip((f"{name}_page", f"{name}_token", f"{name}_head"), x.stride_bytes(0, 1, 2), strict=True)
     return fields | divisor("units", max(units, 1)) | {"units": units}
-
-
-def _place(name: str, cache: Layout) -> Fields:
-    suffixes = ("_page", "_token", "_head")
-    return {name + suffix: stride for suffix, stride in zip(suffixes, cache.stride_bytes(0, 1, 2), strict=True)}
 
 
 def _shared(layouts: Layouts) -> Fields:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from cute_attn.kernels.fa2 import tiles
-from cute_attn.kernels.fa2.host.prepared import Fa2Kernel
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.formats import FP8_DTYPES, KV_BITS
 from cute_attn.kernels.host.batch import Tiling
 from cute_attn.kernels.host.family import TiledFamily
 from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, rotates, schedule, score_steps
-from cute_attn.kernels.host.params import UNBOUNDED
-from cute_attn.kernels.host.prepared import Grid, prepared
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS, STRIDE_FIELDS, OptionalBounds
+from cute_attn.kernels.host.params import (
+    NO_BATCH,
+    UNBOUNDED,
+    Fields,
+    batch_fields,
+    divisor,
+    mask_bounds,
+    rope_fields,
+    scale_unit,
+)
+from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
 from cute_attn.problem import Features, Settings, short
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Values
@@ -22,8 +32,12 @@ from cute_attn.schedule.split_kv import Split, ceil_div, min_split_tiles
 MANY_ROWS = tiles.APPEND_ROWS + 1  # packed rows of a request: no tile is chosen for more
 
 
+ADDRESS_FIELDS = ("q", "k", "v", "o", "lse")
+LENGTH_FIELDS = ("qo_len", "kv_len", "right", "left", "tiles_per_split")  # of a single request
+
+
 class Fa2Family(TiledFamily[Tile]):
-    name, kernel = "fa2", Fa2Kernel
+    name = "fa2"
 
     def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
         kernels: list[KernelSpec] = [
@@ -50,6 +64,30 @@ class Fa2Family(TiledFamily[Tile]):
             kv_copy_bytes=kv_copy_bytes(features),
             tile=tile,
         )
+
+    def kernel(
+        self, settings: Settings, spec: Fa2Spec, heads: int, combine: OptionalBounds | None, gpu: Gpu
+    ) -> PreparedKernel:
+        """Returns the loaded kernel. The `heads` that share a tile are those of a kv head."""
+        features, in_range = settings.features, settings.range_windows[1]  # keys of a range before their token
+        batch = batched(features)
+        static: Fields = {
+            **divisor("group", heads),
+            "num_qo_heads": features.num_qo_heads,
+            **divisor("num_kv_heads", features.num_kv_heads),
+            **divisor("page_size", settings.page_size),
+            "soft_cap": settings.logits_soft_cap,
+            **rope_fields(settings),
+            "lse_scale": settings.lse_scale,
+            "range_left": 1 - min(in_range, UNBOUNDED) if in_range > 0 else -UNBOUNDED,
+        }
+        if batch:  # every item has lengths of its own
+            static |= {**dict.fromkeys(LENGTH_FIELDS, 0), **mask_bounds(settings)}
+        else:
+            static |= {**NO_BATCH, "full_tiles": -1}
+        groups = ADDRESS_FIELDS, STRIDE_FIELDS + BLOCK_SCALE_FIELDS, batch_fields(settings) if batch else LENGTH_FIELDS
+        launch, unit = gpu.loaded(spec, settings.enable_pdl), scale_unit(spec.scores)
+        return PreparedKernel(settings, launch, static, groups, combine, unit)
 
     def tiling(self, settings: Settings, size: Size, arch: Arch, sms: int) -> Tiling[Tile]:
         features = settings.features

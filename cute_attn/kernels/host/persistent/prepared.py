@@ -13,10 +13,9 @@ from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.smem_map import PersistentTile
 from cute_attn.kernels.blocks.tiles import tile_rows
 from cute_attn.kernels.formats import LINE
-from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.features import batched, rotates
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS
+from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS, OptionalBounds
 from cute_attn.kernels.host.params import (
     NO_BATCH,
     Fields,
@@ -29,7 +28,7 @@ from cute_attn.kernels.host.params import (
     scale_unit,
 )
 from cute_attn.kernels.host.prepared import Addresses, Places, PreparedKernel, prepared
-from cute_attn.problem import Settings
+from cute_attn.problem import Settings, short
 from cute_attn.runtime import counters, tensormap
 from cute_attn.runtime.launch import Values
 
@@ -46,9 +45,7 @@ class TensorMaps:
         features = settings.features
         self.tile, self.heads, self.head_blocks = tile, heads, features.num_qo_heads // heads
         self.encoder = emulated if features.device.type == "cpu" else tensormap.Encoder
-        self.dtype, self.kv_dtype = (map_dtype(dtype) for dtype in (features.q_dtype, features.kv_dtype))
-        self.itemsize, self.kv_itemsize = features.q_dtype.itemsize, features.kv_dtype.itemsize
-        self.line_items = LINE // self.itemsize
+        self.line_items = LINE // features.q_dtype.itemsize
         self.paged = features.kv_source == "paged"
         self.token, self.head = kv_axes(settings)
         self.box_rows, self.v_box_rows = tile.k_box_rows, tile.cols
@@ -56,41 +53,41 @@ class TensorMaps:
             self.box_rows = self.v_box_rows = math.gcd(settings.page_size, tile.k_box_rows)
 
     def q(self, q: torch.Tensor) -> Maps:
-        return self.rows(q, self.dtype, (self.line_items, self.heads, self.tile.q_box_rows // self.heads, 1))
+        return self.rows(q, (self.line_items, self.heads, self.tile.q_box_rows // self.heads, 1))
 
     def o(self, out: torch.Tensor) -> Maps:
         """Returns the maps of `out`, with boxes of OUTPUT_ROWS rows: whole tokens, or heads of one token."""
         box = LINE // out.itemsize, min(self.heads, OUTPUT_ROWS), max(OUTPUT_ROWS // self.heads, 1), 1
-        return self.rows(out, map_dtype(out.dtype), box)
+        return self.rows(out, box)
 
-    def rows(self, x: torch.Tensor, dtype: str, box: tuple[int, int, int, int]) -> Maps:
+    def rows(self, x: torch.Tensor, box: tuple[int, int, int, int]) -> Maps:
         """Returns the maps [d, heads of a tile, tokens, blocks of heads] of x [tokens, heads, d], or [heads, d] of one
         token.
         """
         head, token = x.stride(-2) * x.itemsize, 16 if x.dim() == 2 else x.stride(0) * x.itemsize
         sizes, strides = (x.shape[-1], self.heads, 0, self.head_blocks), (head, token, head * self.heads)
-        return prepared(tensor_maps, self.encoder, dtype, sizes, strides, box, tensormap.SWIZZLE_128B, 2)
+        return prepared(tensor_maps, self.encoder, map_dtype(x), sizes, strides, box, tensormap.SWIZZLE_128B, 2)
 
     def kv(self, x: torch.Tensor, box_rows: int) -> Maps:
         """Returns the maps [d, tokens, heads, pages] of k or v."""
-        shape, strides = x.shape, [stride * self.kv_itemsize for stride in x.stride()]
+        shape, strides = x.shape, [stride * x.itemsize for stride in x.stride()]
         columns, swizzle = 1, tensormap.SWIZZLE_128B
-        if self.kv_itemsize < self.itemsize:  # rows to be converted
+        if x.itemsize * self.line_items < LINE:  # rows to be converted
             columns, swizzle = -(-shape[-1] // self.line_items), tensormap.SWIZZLE_NONE
         pages, page = (shape[0], strides[0]) if self.paged else (1, 16)
         sizes, steps = (shape[-1], 0, shape[self.head], pages), (strides[self.token], strides[self.head], page)
         box = columns * self.line_items, box_rows, 1, 1
-        return prepared(tensor_maps, self.encoder, self.kv_dtype, sizes, steps, box, swizzle, 1)
+        return prepared(tensor_maps, self.encoder, map_dtype(x), sizes, steps, box, swizzle, 1)
 
     def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
         """Returns the bytes from a page, a token and a head to the next."""
-        strides, size = x.stride(), self.kv_itemsize
+        strides, size = x.stride(), x.itemsize
         return strides[0] * size, strides[self.token] * size, strides[self.head] * size
 
 
-def map_dtype(dtype: torch.dtype) -> str:
-    """Returns the element type of a tensor map: bytes for fp8."""
-    return "uint8" if dtype.itemsize == 1 else str(dtype).removeprefix("torch.")
+def map_dtype(x: torch.Tensor) -> str:
+    """Returns the element type of a tensor's map: bytes for fp8."""
+    return "uint8" if x.itemsize == 1 else short(x.dtype)
 
 
 def emulated(
@@ -132,13 +129,13 @@ class PersistentKernel(PreparedKernel):
     """
 
     def __init__(
-        self, settings: Settings, spec: PersistentSpec, heads: int, combine: CombineKernel | None, gpu: Gpu
+        self, settings: Settings, spec: PersistentSpec, heads: int, combine: OptionalBounds | None, gpu: Gpu
     ) -> None:
         features, tile = settings.features, spec.tile
         self.batch, launch = batched(features), gpu.loaded(spec, settings.enable_pdl)
         self.counter = counters.of_device(gpu.device_index).address  # allocated now: the first run may be captured
         self.maps = TensorMaps(settings, tile, heads)
-        self.paged, self.block_scales = features.kv_source == "paged", features.kv_block_scales
+        self.block_scales = features.kv_block_scales
         self.output_map = any(param.name == OUTPUT_MAP for param in launch.artifact.params)
         head_blocks = features.num_qo_heads // heads
         static: Fields = {
@@ -163,12 +160,10 @@ class PersistentKernel(PreparedKernel):
         )
         super().__init__(settings, launch, static, groups, combine, scale_unit(spec.scores))
 
-    def strides(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values
-    ) -> Values:
-        """Returns the values of PAGE_FIELDS and BLOCK_SCALE_FIELDS, then the output's."""
-        pages = (*self.maps.strides(k), *self.maps.strides(v)) if self.paged else NO_PAGES
-        return *pages, *(block_scales if self.block_scales else ()), *self.output.strides(out)
+    def read_strides(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_scales: Values) -> Values:
+        """Returns the values of PAGE_FIELDS and BLOCK_SCALE_FIELDS."""
+        pages = (*self.maps.strides(k), *self.maps.strides(v)) if self.maps.paged else NO_PAGES
+        return *pages, *(block_scales if self.block_scales else ())
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
         """Returns a function that computes tensor maps from addresses."""

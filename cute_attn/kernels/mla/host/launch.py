@@ -16,7 +16,7 @@ from cute_attn.kernels.mla.tiles import choose
 from cute_attn.kernels.xqa.host.prepared import fire_in_scratch
 from cute_attn.kernels.xqa.host.variant import LaunchConfig, shares
 from cute_attn.problem import UNLIMITED, short
-from cute_attn.request.mla import MlaProblem, MlaSettings
+from cute_attn.request.mla import MlaProblem, MlaScales, MlaSettings
 from cute_attn.runtime.arch import Arch
 from cute_attn.schedule.split_kv import ceil_div
 
@@ -47,13 +47,10 @@ def loaded(settings: MlaSettings, qo_len: int, gpu: Gpu) -> tuple[OptionalBounds
         **config.fields(1, settings.num_heads, settings.page_size),
         "right": 0 if settings.causal else UNBOUNDED - 1,
         "window_left": UNBOUNDED,
-        "scale": settings.sm_scale,
-        "rope_scale": settings.rope_scale,
-        "v_scale": settings.v_scale,
         "lse_scale": settings.lse_scale,
     }
     launch = gpu.loaded(config.spec, settings.enable_pdl)
-    return OptionalBounds(launch, static, (ADDRESSES, STRIDES, NUMBERS)), config
+    return OptionalBounds(launch, static, (ADDRESSES, STRIDES, NUMBERS, MlaScales._fields)), config
 
 
 def run(problem: MlaProblem, gpu: Gpu) -> Fire:
@@ -65,6 +62,6 @@ def run(problem: MlaProblem, gpu: Gpu) -> Fire:
     tensors = problem.q, problem.extras.q_pe, problem.k, problem.kpe, problem.out, problem.extras.ckv_scales
     strides = tuple([0 if x is None else x.stride(axis) * x.itemsize for x in tensors for axis in (0, 1)])
     table_stride = lengths.kv_indices.stride(0) if lengths.kv_indptr is None else 0
-    settled = config.grid, strides, (table_stride, lengths.batch_size)
+    settled = config.grid, strides, (table_stride, lengths.batch_size), problem.scales
     bound, longest = bounds.of(optional_tensors(problem)[0]), lengths.capacity(settings.page_size)
     return fire_first(fire_in_scratch(bound, config, problem.scratch, longest, settled, gpu.device_index), problem)

@@ -101,9 +101,9 @@ def records_of(lengths: BatchLengths | DeviceLengths) -> tuple[np.ndarray, ...]:
 
 
 def rule_of_batch(
-    settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch
+    settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch, _: int = 0
 ) -> Rule[Rings]:
-    """Return the rule that a batch follows."""
+    """Return the rule that a batch follows, on any number of multiprocessors."""
     assert limits.max_qo_len is not None  # given by decode wrappers
     longest = known_keys(settings, lengths, limits)
     return rule_of(settings, arch, lengths.batch_size, limits.max_qo_len, longest)
@@ -203,11 +203,7 @@ class XqaFamily:
 
     name = "xqa"
     specs, schedule = staticmethod(specs), staticmethod(schedule)
-
-    def rule_of(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
-    ) -> Rule[Rings]:
-        return rule_of_batch(settings, lengths, limits, arch)
+    rule_of, plan = staticmethod(rule_of_batch), XqaBatchRun
 
     def scheduler(self, settings: Settings, arch: Arch, sms: int) -> Scheduler[LaunchConfig]:
         """Returns what schedules single requests of these settings."""
@@ -234,16 +230,6 @@ class XqaFamily:
             return []
         schedule = self.scheduler(problem.settings, arch, sms)(problem.qo_len, problem.kv_len)
         return [(schedule.tile.spec, schedule.grid)]
-
-    def plan(
-        self,
-        settings: Settings,
-        lengths: BatchLengths | DeviceLengths,
-        limits: BatchLimits,
-        staging: Staging,
-        gpu: Gpu,
-    ) -> XqaBatchRun:
-        return XqaBatchRun(settings, lengths, limits, staging, gpu)
 
     def batch_launches(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int

@@ -10,8 +10,8 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS, Fire, PlainStrides
-from cute_attn.kernels.host.params import UNBOUNDED, Fields
+from cute_attn.kernels.host.operands import BLOCK_SCALE_FIELDS, STRIDE_FIELDS, Fire, plain_strides
+from cute_attn.kernels.host.params import UNBOUNDED, Fields, kv_axes
 from cute_attn.kernels.host.prepared import Addresses, PreparedKernel
 from cute_attn.kernels.xqa.host.variant import LaunchConfig
 from cute_attn.problem import Scratch, Settings, draft_mask_bytes
@@ -22,7 +22,6 @@ from cute_attn.runtime.launch import CPU, Bound, Settled, Values, current_stream
 CHUNK = 16  # bytes; page and token strides of k and v count chunks
 ONE_PAGE = 1 << 30  # page size of keys that are not paged: more tokens than any request has
 
-STRIDE_FIELDS = (*PlainStrides.fields, *BLOCK_SCALE_FIELDS, "pages")  # pages of the cache
 # A field that a launch does not use is 0: of `table_stride` and `page_starts` one is, and without draft tokens
 # `q_indptr` and `mask` are. `capacity`, the most keys, is that of a single request, which grows with its cache.
 ADDRESS_FIELDS = ("q", "k", "v", "o", "lse", "counters", "partials", "capacity")
@@ -51,7 +50,6 @@ class XqaKernel(PreparedKernel):
         features, spec = settings.features, config.spec
         launch = gpu.loaded(spec, settings.enable_pdl)
         self.paged = features.kv_source == "paged"
-        self.plain_strides = PlainStrides(settings, CHUNK)
         page_size = settings.page_size if self.paged else ONE_PAGE
         static: Fields = {
             **config.fields(features.num_kv_heads, features.num_qo_heads // features.num_kv_heads, page_size),
@@ -66,23 +64,21 @@ class XqaKernel(PreparedKernel):
             table, length = one_page(gpu.device_index)
             static |= dict(zip(TABLE_FIELDS, (table.data_ptr(), length.data_ptr(), 0, 0), strict=True))
             settled = ()
-        groups = ADDRESS_FIELDS + moving, STRIDE_FIELDS, REQUEST_FIELDS + settled
+        groups = ADDRESS_FIELDS + moving, (*STRIDE_FIELDS, *BLOCK_SCALE_FIELDS, "pages"), REQUEST_FIELDS + settled
         super().__init__(settings, launch, static, groups)
 
-    def strides(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, block_scales: Values
-    ) -> Values:
-        """Returns the values of STRIDE_FIELDS, then the output's."""
+    def read_strides(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_scales: Values) -> Values:
+        """Returns strides, and the pages of the cache."""
         pages = k.shape[0] if self.paged else 1
-        return *self.plain_strides(q, k, v), *block_scales, pages, *self.output.strides(out)
+        return *plain_strides(self.settings, q, k, v, CHUNK), *block_scales, pages
 
     def addresses(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Addresses:
         """Returns what returns its argument: the values of ADDRESS_FIELDS."""
         return tuple
 
     def most_keys(self, kv_len: int, k: torch.Tensor, v: torch.Tensor) -> int:
-        layout = self.plain_strides  # the kernel counts chunks in 32 bits
-        step = layout.kv_itemsize * max(k.stride(layout.token), v.stride(layout.token))
+        token, _ = kv_axes(self.settings)
+        step = k.itemsize * max(k.stride(token), v.stride(token))  # the kernel counts chunks in 32 bits
         if kv_len * step >= CHUNK << 32:
             k_shape, v_shape = tuple(k.shape), tuple(v.shape)
             raise ArgumentError(f"k and v must span less than {CHUNK << 32} bytes each, got {k_shape} and {v_shape}")
