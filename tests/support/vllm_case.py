@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch.nn.functional import pad
@@ -76,8 +77,14 @@ class Step:
     def fill(self, attention: LayerAttention) -> None:
         """Write the keys and values of all requests, with some rows of padding."""
         rows = [padded(x, 2).to(self.device) for x in (self.k, self.v)]
-        scales = [torch.tensor(x, device=self.device) for x in self.scales]
-        attention.write(rows[0], rows[1], self.cache, self.slots(padding=1), (scales[0], scales[1]))
+        attention.do_kv_cache_update(self.scaled(), rows[0], rows[1], self.cache, self.slots(padding=1))
+
+    def scaled(self) -> SimpleNamespace:
+        """What vLLM's layer says of scales and ranges."""
+        k_scale, v_scale = (torch.tensor(x, device=self.device) for x in self.scales)
+        of_host = {"_k_scale_float": self.scales[0], "_v_scale_float": self.scales[1]}
+        ranges = {"mm_prefix_clamp_sliding_window": self.clamps_ranges}
+        return SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale, **of_host, **ranges)
 
     def metadata(self, backend: str = "auto") -> StepMetadata:
         """The step's metadata, as the builder makes it, with lengths on the device only."""
@@ -95,15 +102,16 @@ class Step:
     def attention(self) -> LayerAttention:
         """The layer."""
         capability = torch.cuda.get_device_capability() if self.device == "cuda" else None
-        attention = LayerAttention(self.layer, BF16, capability, self.batch_invariant)
-        attention.sinks = None if self.sinks is None else self.sinks.to(self.device)
+        sinks = None if self.sinks is None else self.sinks.to(self.device)
+        attention = LayerAttention(self.layer, BF16, capability, self.batch_invariant, sinks)
+        attention.process_weights_after_loading(BF16)
         return attention
 
     def output(self, attention: LayerAttention, step: StepMetadata) -> torch.Tensor:
         """Run the layer: output rows of the requests. Asserts that no row past the query's is written."""
         query = padded(self.q, self.padded_tokens + 3).to(self.device)
         out = torch.full_like(query, UNTOUCHED)
-        attention.run(query, self.cache, step, out, *self.scales, self.clamps_ranges)
+        assert attention.forward(self.scaled(), query, None, None, self.cache, step, out) is out
         used = sum(len(x) for x in self.q)
         assert (out[used + self.padded_tokens :] == UNTOUCHED).all()
         return out[:used].cpu()

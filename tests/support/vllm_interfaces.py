@@ -34,7 +34,7 @@ def check_signatures(ours: type, base: type) -> None:
     """Check that nothing abstract is left, and that every override takes the arguments of what it overrides."""
     assert not getattr(ours, "__abstractmethods__", None), ours.__abstractmethods__
     own = [cls for cls in ours.__mro__ if cls.__module__.startswith(plugin.__name__)]
-    for name, value in itertools.chain.from_iterable(vars(cls).items() for cls in own):
+    for name, value in itertools.chain.from_iterable(vars(cls).items() for cls in own if issubclass(cls, base)):
         theirs = getattr(base, name, None)
         if (name.startswith("__") and name != "__init__") or not callable(theirs):
             continue
@@ -156,7 +156,7 @@ def check_impl(impl_cls: Any) -> None:
     impl.process_weights_after_loading(torch.bfloat16)
     case = Step([(1, 37), (20, 20)], Layer(4, 64, 0.125, 2, window_left=8, sinks=True))
     scales = SimpleNamespace(_k_scale_float=3.0, _v_scale_float=3.0, _k_scale=None, _v_scale=None)  # of fp8 caches only
-    case.fill(impl.attention)
+    case.fill(impl)
     query, step = torch.cat(case.q), case.metadata()
     out = torch.empty_like(query)
     assert impl.forward(scales, query, None, None, case.cache, step, out) is out
