@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +14,7 @@ from transformers import masking_utils
 from cute_attn.emulator.settings import using
 from cute_attn.errors import NotSupported
 from cute_attn.integrations import workspaces
-from cute_attn.integrations.transformers import descriptors, forward, masks, ops, patterns, plans, register
+from cute_attn.integrations.transformers import descriptors, forward, masks, ops, patterns, register
 from tests.support.dense_attention import attention
 
 MODULE = SimpleNamespace(is_causal=True, training=False)
@@ -379,7 +378,6 @@ def test_register_refuses_bad_names_and_old_releases(monkeypatch):
 )
 def test_kernels_read_caches_in_place(q_len, padding, monkeypatch):
     """Hopper's kernels on the emulator: a page per request, and pages of one token, in a static cache of 48 tokens."""
-    monkeypatch.setattr(plans, "_sessions", OrderedDict())
     kept = None if padding is None else torch.nn.functional.pad(padding, (0, 8))
     mask, seen = described(48, q_len, torch.tensor(40 - q_len), kept)
     qkv = layer(heads=2, kv_heads=1, q_len=q_len, kv_len=48, dims=(64, 64))

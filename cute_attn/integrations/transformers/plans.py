@@ -11,8 +11,6 @@ next, and the page numbers say which tokens a request sees: padding on the left,
 from __future__ import annotations
 
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -22,32 +20,11 @@ import torch
 from cute_attn.integrations import workspaces
 from cute_attn.integrations.transformers import descriptors
 from cute_attn.integrations.transformers.descriptors import Rows
-from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.index_arrays import bounds, int32
-from cute_attn.wrappers.planned_prefill import kept
+from cute_attn.wrappers.planned_prefill import Place, Session, Structure, place_of
 
-MAX_STRUCTURES = 32
-PLANS_PER_STRUCTURE = 2  # encoder and decoder, or two models, may differ in lengths only
-
-
-class Structure(NamedTuple):
-    """What a plan depends on besides lengths and masks."""
-
-    device: torch.device
-    stream: int
-    backend: str
-    options: PlanOptions
-    masked: bool
-
-
-class Session:
-    """A wrapper and what it is planned for."""
-
-    def __init__(self, structure: Structure) -> None:
-        workspace = workspaces.of_stream(structure.device)
-        self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=structure.backend)
-        self.content: Hashable = None  # besides the structure; None: nothing
+PLANS_PER_STRUCTURE = 2  # encoder and decoder, or layers with and without a window in a decode, differ in lengths only
 
 
 def index_arrays(rows: Rows, pages: TokenPages | None) -> tuple[torch.Tensor, ...]:
@@ -63,23 +40,6 @@ def index_arrays(rows: Rows, pages: TokenPages | None) -> tuple[torch.Tensor, ..
         numbers = [r.request * pages.request + own * pages.token for r, own in zip(rows.runs, tokens, strict=True)]
         arrays = bounds(q_len), bounds(kv_len), np.concatenate(numbers), np.ones(len(rows.runs), np.int64)
     return tuple(map(int32, arrays))
-
-
-_sessions: OrderedDict[Structure, list[Session]] = OrderedDict()
-_lock = threading.Lock()  # one thread at a time uses them
-
-
-def _session(structure: Structure, content: Hashable) -> Session:
-    """Return the session planned for `content`, or the least recently used one, whose `content` is then None."""
-    sessions = kept(_sessions, structure, list[Session], MAX_STRUCTURES)
-    planned = next((i for i, session in enumerate(sessions) if session.content == content), None)
-    if planned is None and len(sessions) < PLANS_PER_STRUCTURE:
-        sessions.append(Session(structure))
-    else:
-        sessions.append(sessions.pop(planned or 0))
-    if planned is None:
-        sessions[-1].content = None
-    return sessions[-1]
 
 
 class Operands(NamedTuple):
@@ -137,22 +97,33 @@ def _run(
     Scales are factors of a run: layers of different scales share a plan.
     """
     batch, heads, q_len, width = operands.q.shape
-    device, dtype = operands.q.device, operands.q.dtype
-    sizes, (causal, window_left) = (heads, kv[0].shape[1], width, kv[1].shape[3]), band or (False, -1)
+    (k, v), device, dtype = (x.transpose(1, 2) for x in kv), operands.q.device, operands.q.dtype
+    sizes, (causal, window_left) = (heads, k.shape[2], width, v.shape[3]), band or (False, -1)
     options = PlanOptions(*sizes, dtype, dtype, dtype, "NONE", causal, window_left, operands.soft_cap, 1.0)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    structure, page_size = Structure(device, stream, operands.backend, options, band is None), kv[0].shape[2]
-    with _lock:
-        session = _session(structure, (page_size, *content))
-        if session.content is None:
+    # The plan of each pass has another page size, that of its cache: the structure says only that there are pages.
+    structure = Structure(operands.backend, 1, 0, options, masked=band is None)
+    place, content = place_of(device), (k.shape[1], *content)
+    with place.lock:
+        session = _session(place, device, structure, content)
+        if session.content != content:
+            session.content = None
             (qo_indptr, kv_indptr, indices, last_page_len), mask = planned()
             where = qo_indptr, kv_indptr, indices.to(device, non_blocking=True), last_page_len
-            session.wrapper.plan(*where, page_size=page_size, custom_mask=mask, **options._asdict())
-            session.content = page_size, *content
+            session.wrapper.plan(*where, page_size=k.shape[1], custom_mask=mask, **options._asdict())
+            session.content = content
         query = operands.q.transpose(1, 2).reshape(batch * q_len, heads, width)
-        out = session.wrapper.run(query, kv, q_scale=operands.scale, sinks=operands.sinks)
+        out = session.wrapper.run(query, (k, v), q_scale=operands.scale, sinks=operands.sinks)
     assert isinstance(out, torch.Tensor)
     return out.view(batch, q_len, heads, -1)
+
+
+def _session(place: Place, device: torch.device, structure: Structure, content: Hashable) -> Session:
+    """Return the session planned for `content`, or the least recently used one of its structure."""
+    all_of_it = [structure._replace(number=i) for i in range(PLANS_PER_STRUCTURE)]
+    known = [key for key in place.sessions if key in all_of_it]
+    planned = [key for key in known if place.sessions[key].content == content]
+    unused = [key for key in all_of_it if key not in known]
+    return place.session(workspaces.of_stream(device), (planned or unused or known)[0])
 
 
 # ---- keys and values as pages, without copies
