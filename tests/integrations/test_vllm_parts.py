@@ -22,6 +22,8 @@ from cute_attn import emulator
 from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError, NotSupported
 from cute_attn.integrations import vllm as plugin
+from cute_attn.integrations.vllm import attention as layers
+from cute_attn.integrations.vllm import metadata as steps
 from cute_attn.integrations.vllm import support
 from cute_attn.integrations.vllm.attention import LayerAttention, has_standard_slopes
 from cute_attn.integrations.vllm.cache import views
@@ -131,12 +133,15 @@ def test_kernels_read_and_write_the_cache(
 ) -> None:
     """XQA, fa3 or (NVFP4) fa2, and the append kernel take the strides of vLLM's cache."""
     monkeypatch.setattr(append, "run", emulated_append)
+    wrappers = "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithCausalBidirectionalRangesWrapper"
+    for module, name in ((layers, "xqa_batch_decode_with_kv_cache"), *((steps, name) for name in wrappers)):
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), backend="emulator"))
     layer = Layer(4, 64, 0.125, 2, kv_cache_dtype=kv_cache_dtype)
     scales = (1.0, 1.0) if kv_cache_dtype == "auto" else (0.5, 0.25)
     case = Step([(1, 20), (3, 19) if kv_cache_dtype == "nvfp4" else (33, 33)], layer, scales=scales)
     case.images = images
     with emulator.using("sm_90a"):
-        case.check(step=case.metadata("emulator"))
+        case.check(step=case.metadata(emulated=True))
 
 
 def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

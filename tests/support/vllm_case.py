@@ -86,18 +86,18 @@ class Step:
         ranges = {"mm_prefix_clamp_sliding_window": self.clamps_ranges}
         return SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale, **of_host, **ranges)
 
-    def metadata(self, backend: str = "auto") -> StepMetadata:
+    def metadata(self, emulated: bool = False) -> StepMetadata:
         """The step's metadata, as the builder makes it, with lengths on the device only."""
         q_lens, kv_lens = ([*lens, *[0] * self.padding] for lens in zip(*self.requests, strict=True))
         starts, count, tokens = ends(q_lens), len(q_lens), sum(q_lens) + self.padded_tokens
         on_device = (x.to(self.device) for x in (ints(kv_lens), self.tables))
         batch = Batch(count, starts.to(self.device), starts, *on_device)
         decodes = split_decodes(starts, count, tokens, max(q_lens), self.threshold)
-        if backend == "emulator":  # it keeps a record of every byte
+        if emulated:  # the emulator keeps a record of every byte
             workspaces = Workspaces(torch.empty(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8))
         else:
             workspaces = Workspaces.on(torch.device(self.device))
-        return StepMetadata(batch, decodes, Sessions(workspaces, backend), self.causal, mm_prefix_range=self.images)
+        return StepMetadata(batch, decodes, Sessions(workspaces), self.causal, mm_prefix_range=self.images)
 
     def attention(self) -> LayerAttention:
         """The layer."""

@@ -217,7 +217,6 @@ class LayerAttention:
             q_len_per_req=decodes.q_len,
             kv_cache_sf=caches.block_scales,
             q_cu_seq_lens=step.decode_starts,
-            backend=step.sessions.backend,
         )
 
 
