@@ -217,9 +217,9 @@ def test_ops_pass_opcheck():
     q, k, v = layer(q_len=1)
     lengths, tables = torch.tensor([3, 12], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
     namespace = getattr(torch.ops, ops.NAMESPACE)
-    torch.library.opcheck(namespace.decode.default, (q, k, v, lengths, tables, [], None, 0.25, "auto"))
+    torch.library.opcheck(namespace.decode.default, (q, k, v, None, 0.25, 0.0, "auto", lengths, tables, []))
     q = layer(q_len=5)[0]
-    torch.library.opcheck(namespace.planned.default, (q, k, v, None, None, 0.25, 0.0, True, -1, "auto"))
+    torch.library.opcheck(namespace.planned.default, (q, k, v, None, 0.25, 0.0, "auto", None, True, -1))
 
 
 def test_a_mask_that_changes_between_layers_is_read_again():
