@@ -257,7 +257,7 @@ def test_the_layers_of_a_pass_share_what_is_kept_on_a_mask():
     kept = []
     for module in modules * 2:
         descriptors.renew(mask, module)
-        kept.append(forward._kept(mask, "identity", True, object))
+        kept.append(forward._kept(mask, "identity", object))
     assert kept[0] is kept[1] is kept[2] is not kept[3]
     assert kept[3] is kept[4] is kept[5]
 

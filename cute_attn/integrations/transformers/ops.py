@@ -28,9 +28,11 @@ def _decode(*arguments: Any) -> torch.Tensor:
 
 
 def _planned(*arguments: Any) -> torch.Tensor:
-    """Run any layer: `forward.run`. A graph may reuse the memory of its masks, so that nothing is kept on them."""
+    """Run any layer: `forward.run`. A graph may reuse the memory of its masks, so that nothing is kept on them, but on
+    views of them.
+    """
     *fields, mask, causal, window_left = arguments
-    return forward.run(Operands(*fields), mask, causal, window_left, keep=False)
+    return forward.run(Operands(*fields), None if mask is None else mask[:], causal, window_left)
 
 
 def page_numbering(k: torch.Tensor, v: torch.Tensor) -> list[int]:
