@@ -13,7 +13,6 @@ from transformers import masking_utils
 
 from cute_attn.emulator.settings import using
 from cute_attn.errors import NotSupported
-from cute_attn.integrations import workspaces
 from cute_attn.integrations.transformers import descriptors, forward, masks, ops, patterns, register
 from tests.support.dense_attention import attention
 
@@ -383,15 +382,3 @@ def test_kernels_read_caches_in_place(q_len, padding, monkeypatch):
     qkv = layer(heads=2, kv_heads=1, q_len=q_len, kv_len=48, dims=(64, 64))
     with using("sm_90a"):
         assert_sees(seen, qkv, mask, backend="emulator")
-
-
-def test_workspaces_of_streams_are_bounded(monkeypatch):
-    monkeypatch.setattr(workspaces, "BYTES", 16)
-    cpu = torch.device("cpu")
-    workspaces._zeros.cache_clear()
-    first = workspaces._zeros(cpu, 0, 16)
-    for stream in range(1, 100):
-        workspaces._zeros(cpu, stream, 16)
-        assert workspaces._zeros(cpu, 0, 16) is first, "a stream in use keeps its workspace"
-    assert workspaces._zeros.cache_info().currsize == workspaces.MAX_STREAMS
-    workspaces._zeros.cache_clear()

@@ -27,7 +27,7 @@ from cute_attn.integrations.vllm import metadata as steps
 from cute_attn.integrations.vllm import support
 from cute_attn.integrations.vllm.attention import LayerAttention, has_standard_slopes
 from cute_attn.integrations.vllm.cache import views
-from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, split_decodes
+from cute_attn.integrations.vllm.metadata import Batch, Spans, split_decodes
 from cute_attn.integrations.vllm.support import Layer
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support.dense_attention import assert_near
@@ -72,7 +72,7 @@ STEPS = {
         [(30, 40), (20, 20)],
         layer={"window_left": 4, "soft_cap": 3.0},
         images={0: [(11, 30)], 1: [(0, 19)]},
-        clamps_ranges=True,
+        mm_prefix_clamp_sliding_window=True,
     ),
     "images_of_earlier_steps": step(images={3: [(4, 30)]}),
     **{
@@ -210,15 +210,14 @@ def test_a_graph_writes_the_cache_and_decodes_with_what_its_replay_has(name: str
     attention = case.attention()
     query, tables = torch.cat(case.q).to(device), case.tables.clone().to(device)
     rows, slots = [torch.cat(x).to(device) for x in (case.k, case.v)], case.slots()
-    scaled = case.scaled()
     out, seq_lens = torch.empty_like(query), torch.tensor(lengths[0], dtype=torch.int32, device=device)
     made = case.metadata()
     batch = dataclasses.replace(made.batch, seq_lens=seq_lens, block_table=tables)
+    made = dataclasses.replace(made, batch=batch, for_capture=True)
 
     def step() -> None:
-        attention.do_kv_cache_update(scaled, rows[0], rows[1], case.cache, slots)
-        metadata = StepMetadata(batch, made.decodes, made.sessions, for_capture=True)
-        attention.forward(scaled, query, None, None, case.cache, metadata, out)
+        attention.do_kv_cache_update(case, rows[0], rows[1], case.cache, slots)
+        attention.forward(case, query, None, None, case.cache, dataclasses.replace(made), out)
 
     graph = Graph(device, step)
     for now in lengths:
@@ -279,7 +278,7 @@ def test_caches_of_another_packing_are_refused() -> None:
         views(torch.zeros(3, 4, 32, 36, dtype=torch.uint8)[:, :, ::2], packed)
     case, q = Step(MIXED, LLAMA), torch.zeros(4, 4, 64)
     with pytest.raises(ArgumentError, match="float16 or bfloat16"):
-        case.attention().forward(case.scaled(), q, None, None, case.cache, case.metadata(), q)
+        case.attention().forward(case, q, None, None, case.cache, case.metadata(), q)
 
 
 # ---- the batch

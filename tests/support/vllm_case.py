@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 from torch.nn.functional import pad
@@ -44,7 +43,7 @@ class Step:
     batch_invariant: bool = False
     causal: bool = True
     images: Spans | None = None
-    clamps_ranges: bool = False
+    mm_prefix_clamp_sliding_window: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -56,6 +55,8 @@ class Step:
         self.k, self.v = (x.split(kv_lens) for x in tokens.ragged())
         self.tables = pad(tokens.pages.tables(beyond=-1) + 1, (0, 0, 0, self.padding))  # block 0: vLLM's padding
         self._slots = tokens.pages.all_slots() + self.block_size
+        self._k_scale_float, self._v_scale_float = self.scales  # as vLLM's layer has them
+        self._k_scale, self._v_scale = (torch.tensor(x, device=self.device) for x in self.scales)
         self.cache = self._empty_cache(tokens.num_pages + 1)
         self.sinks = torch.linspace(-1, 2, layer.num_heads) if layer.sinks else None
 
@@ -77,14 +78,7 @@ class Step:
     def fill(self, attention: LayerAttention) -> None:
         """Write the keys and values of all requests, with some rows of padding."""
         rows = [padded(x, 2).to(self.device) for x in (self.k, self.v)]
-        attention.do_kv_cache_update(self.scaled(), rows[0], rows[1], self.cache, self.slots(padding=1))
-
-    def scaled(self) -> SimpleNamespace:
-        """What vLLM's layer says of scales and ranges."""
-        k_scale, v_scale = (torch.tensor(x, device=self.device) for x in self.scales)
-        of_host = {"_k_scale_float": self.scales[0], "_v_scale_float": self.scales[1]}
-        ranges = {"mm_prefix_clamp_sliding_window": self.clamps_ranges}
-        return SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale, **of_host, **ranges)
+        attention.do_kv_cache_update(self, rows[0], rows[1], self.cache, self.slots(padding=1))
 
     def metadata(self, emulated: bool = False) -> StepMetadata:
         """The step's metadata, as the builder makes it, with lengths on the device only."""
@@ -111,7 +105,7 @@ class Step:
         """Run the layer: output rows of the requests. Asserts that no row past the query's is written."""
         query = padded(self.q, self.padded_tokens + 3).to(self.device)
         out = torch.full_like(query, UNTOUCHED)
-        assert attention.forward(self.scaled(), query, None, None, self.cache, step, out) is out
+        assert attention.forward(self, query, None, None, self.cache, step, out) is out
         used = sum(len(x) for x in self.q)
         assert (out[used + self.padded_tokens :] == UNTOUCHED).all()
         return out[:used].cpu()
@@ -152,7 +146,7 @@ class Step:
             kept = seen(len(q), len(k), self.causal, layer.window_left)
             for first, last in (self.images or {}).get(i, ()):
                 both = (key >= first) & (key <= last) & (position >= first) & (position <= last)
-                if self.clamps_ranges:
+                if self.mm_prefix_clamp_sliding_window:
                     both &= key >= position - layer.window_left
                 kept |= both
             outs.append(attention(q, k, v, kept, layer.scale, layer.soft_cap, self.sinks, bias)[0])

@@ -101,7 +101,7 @@ def _run(
     sizes, (causal, window_left) = (heads, k.shape[2], width, v.shape[3]), band or (False, -1)
     options = PlanOptions(*sizes, dtype, dtype, dtype, "NONE", causal, window_left, operands.soft_cap, 1.0)
     # The plan of each pass has another page size, that of its cache: the structure says only that there are pages.
-    structure = Structure(operands.backend, 1, 0, options, masked=band is None)
+    structure = Structure(operands.backend, 1, 0, options, variety=band is None)
     place, content = place_of(device), (k.shape[1], *content)
     with place.lock:
         session = _session(place, device, structure, content)
@@ -119,7 +119,7 @@ def _run(
 
 def _session(place: Place, device: torch.device, structure: Structure, content: Hashable) -> Session:
     """Return the session planned for `content`, or the least recently used one of its structure."""
-    all_of_it = [structure._replace(number=i) for i in range(PLANS_PER_STRUCTURE)]
+    all_of_it = [structure._replace(variety=(structure.variety, i)) for i in range(PLANS_PER_STRUCTURE)]
     known = [key for key in place.sessions if key in all_of_it]
     planned = [key for key in known if place.sessions[key].content == content]
     unused = [key for key in all_of_it if key not in known]
