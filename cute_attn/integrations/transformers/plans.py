@@ -54,14 +54,41 @@ class Operands(NamedTuple):
     backend: str
 
 
-def run_rows(operands: Operands, rows: Rows) -> torch.Tensor:
-    """Compute runs of query rows over ranges of keys."""
-    kv, pages = (operands.k, operands.v), None
+def run_rows(
+    operands: Operands, rows: Rows, identity: Hashable = None, seen: Callable[[], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Compute runs of query rows over ranges of keys; returns `[batch, q_len, heads, head_dim]`.
+
+    `seen`: makes a mask of all runs, 1-D; `identity` stands for its values. Scales are factors of a run: layers of
+    different scales share a plan.
+    """
+    batch, heads, q_len, width = operands.q.shape
+    kv, pages, device, dtype = (operands.k, operands.v), None, operands.q.device, operands.q.dtype
     if any(run.kv_start for run in rows.runs):  # not the first keys of its request
         pages = token_pages(*kv)
         kv = pages.k, pages.v
-    content = rows.runs, None if pages is None else (pages.request, pages.token)
-    return _run(operands, kv, (rows.causal, rows.window_left), content, lambda: (index_arrays(rows, pages), None))
+    k, v = (x.transpose(1, 2) for x in kv)
+    page_size, band = k.shape[1], (rows.causal, rows.window_left)
+    options = PlanOptions(
+        heads, k.shape[2], width, v.shape[3], dtype, dtype, dtype, "NONE", *band, operands.soft_cap, 1.0
+    )
+    # The plan of each pass has another page size, that of its cache: the structure says only that there are pages.
+    structure = Structure(operands.backend, 1, 0, options, variety=seen is not None)
+    content = rows.runs, page_size, None if pages is None else (pages.request, pages.token), identity
+    place = place_of(device)
+    with place.lock:
+        session = _session(place, device, structure, content)
+        if session.content != content:
+            session.content = None
+            qo_indptr, kv_indptr, indices, last_page_len = index_arrays(rows, pages)
+            where = qo_indptr, kv_indptr, indices.to(device, non_blocking=True), last_page_len
+            mask = None if seen is None else seen()
+            session.wrapper.plan(*where, page_size=page_size, custom_mask=mask, **options._asdict())
+            session.content = content
+        query = operands.q.transpose(1, 2).reshape(batch * q_len, heads, width)
+        out = session.wrapper.run(query, (k, v), q_scale=operands.scale, sinks=operands.sinks)
+    assert isinstance(out, torch.Tensor)
+    return out.view(batch, q_len, heads, -1)
 
 
 def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable, bounds: tuple[int, ...] = ()) -> torch.Tensor:
@@ -72,49 +99,16 @@ def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable, bounds:
     batch, _, q_len, _ = operands.q.shape
     kv_len = operands.k.shape[2]
 
-    def planned() -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        rows = descriptors.whole(batch, q_len, [kv_len] * batch, causal=False, window_left=-1)
-        seen = descriptors.visible(mask)
+    def seen() -> torch.Tensor:
+        found = descriptors.visible(mask)
         if bounds:
             starts = torch.tensor(bounds, dtype=torch.int64, device=mask.device)
             number = torch.bucketize(torch.arange(q_len, device=mask.device), starts, right=True)
-            seen = seen & (number[:, None] == number)
-        return index_arrays(rows, None), seen.expand(batch, 1, q_len, kv_len).reshape(-1)
+            found = found & (number[:, None] == number)
+        return found.expand(batch, 1, q_len, kv_len).reshape(-1)
 
-    return _run(operands, (operands.k, operands.v), None, (identity, batch, q_len, bounds), planned)
-
-
-def _run(
-    operands: Operands,
-    kv: tuple[torch.Tensor, torch.Tensor],
-    band: tuple[bool, int] | None,
-    content: tuple[Hashable, ...],
-    planned: Callable[[], tuple[tuple[torch.Tensor, ...], torch.Tensor | None]],
-) -> torch.Tensor:
-    """Run the plan for `content`, made where there is none of it; returns `[batch, q_len, heads, head_dim]`.
-
-    `kv`: pages. `band`: causal and window_left; None: there is a mask. `planned`: index arrays and mask of a plan.
-    Scales are factors of a run: layers of different scales share a plan.
-    """
-    batch, heads, q_len, width = operands.q.shape
-    (k, v), device, dtype = (x.transpose(1, 2) for x in kv), operands.q.device, operands.q.dtype
-    sizes, (causal, window_left) = (heads, k.shape[2], width, v.shape[3]), band or (False, -1)
-    options = PlanOptions(*sizes, dtype, dtype, dtype, "NONE", causal, window_left, operands.soft_cap, 1.0)
-    # The plan of each pass has another page size, that of its cache: the structure says only that there are pages.
-    structure = Structure(operands.backend, 1, 0, options, variety=band is None)
-    place, content = place_of(device), (k.shape[1], *content)
-    with place.lock:
-        session = _session(place, device, structure, content)
-        if session.content != content:
-            session.content = None
-            (qo_indptr, kv_indptr, indices, last_page_len), mask = planned()
-            where = qo_indptr, kv_indptr, indices.to(device, non_blocking=True), last_page_len
-            session.wrapper.plan(*where, page_size=k.shape[1], custom_mask=mask, **options._asdict())
-            session.content = content
-        query = operands.q.transpose(1, 2).reshape(batch * q_len, heads, width)
-        out = session.wrapper.run(query, (k, v), q_scale=operands.scale, sinks=operands.sinks)
-    assert isinstance(out, torch.Tensor)
-    return out.view(batch, q_len, heads, -1)
+    rows = descriptors.whole(batch, q_len, [kv_len] * batch, causal=False, window_left=-1)
+    return run_rows(operands, rows, (identity, bounds), seen)
 
 
 def _session(place: Place, device: torch.device, structure: Structure, content: Hashable) -> Session:
