@@ -24,7 +24,7 @@ from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.index_arrays import bounds, int32
 from cute_attn.wrappers.planned_prefill import Place, Session, Structure, place_of
 
-PLANS_PER_STRUCTURE = 2  # encoder and decoder, or layers with and without a window in a decode, differ in lengths only
+PLANS_PER_KIND = 2  # encoder and decoder, or layers with and without a window in a decode, differ in lengths only
 
 
 def index_arrays(rows: Rows, pages: TokenPages | None) -> tuple[torch.Tensor, ...]:
@@ -72,12 +72,10 @@ def run_rows(
     options = PlanOptions(
         heads, k.shape[2], width, v.shape[3], dtype, dtype, dtype, "NONE", *band, operands.soft_cap, 1.0
     )
-    # The plan of each pass has another page size, that of its cache: the structure says only that there are pages.
-    structure = Structure(operands.backend, 1, 0, options, variety=seen is not None)
     content = rows.runs, page_size, None if pages is None else (pages.request, pages.token), identity
     place = place_of(device)
     with place.lock:
-        session = _session(place, device, structure, content)
+        session = _session(place, operands, (options, seen is not None), content)
         if session.content != content:
             session.content = None
             qo_indptr, kv_indptr, indices, last_page_len = index_arrays(rows, pages)
@@ -111,13 +109,18 @@ def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable, bounds:
     return run_rows(operands, rows, (identity, bounds), seen)
 
 
-def _session(place: Place, device: torch.device, structure: Structure, content: Hashable) -> Session:
-    """Return the session planned for `content`, or the least recently used one of its structure."""
-    all_of_it = [structure._replace(variety=(structure.variety, i)) for i in range(PLANS_PER_STRUCTURE)]
-    known = [key for key in place.sessions if key in all_of_it]
-    planned = [key for key in known if place.sessions[key].content == content]
-    unused = [key for key in all_of_it if key not in known]
-    return place.session(workspaces.of_stream(device), (planned or unused or known)[0])
+def _session(place: Place, operands: Operands, kind: tuple[PlanOptions, bool], content: Hashable) -> Session:
+    """Return the session planned for `content`, or the least recently used one of a kind: options, and whether there is
+    a mask.
+    """
+    workspace, (options, masked), keys = workspaces.of_stream(operands.q.device), kind, []
+    for number in range(PLANS_PER_KIND):
+        # The plan of each pass has another page size, that of its cache: the key says only that there are pages.
+        keys.append(Structure(operands.backend, 1, 0, options, (masked, number)))
+        session = place.sessions.get(keys[-1])
+        if session is None or session.content == content:
+            return place.session(workspace, keys[-1])
+    return place.session(workspace, next(key for key in place.sessions if key in keys))
 
 
 # ---- keys and values as pages, without copies
