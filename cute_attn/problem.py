@@ -189,7 +189,7 @@ class BatchLengths:
             self.rows, self.first_row = self.qo_indptr.item(-1), self.qo_indptr.item(0)
 
     def replace(self, **changes: Any) -> BatchLengths:
-        """Return lengths with another mask_offset, key_bounds or kv_indices."""
+        """Return lengths with another mask_offset, key_bounds, kv_indices or kv_indptr."""
         changed = object.__new__(BatchLengths)
         changed.__dict__.update(self.__dict__, **changes)
         return changed

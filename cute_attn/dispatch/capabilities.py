@@ -88,7 +88,7 @@ ROWS_CLASSES = {
 
 def faster(backend: str, features: Features) -> Faster | None:
     """Return where a backend is faster over such a cache; None: nowhere."""
-    of_bits = FASTER[backend][8 * features.kv_dtype.itemsize]
+    of_bits = FASTER[backend].get(8 * features.kv_dtype.itemsize, {})
     return of_bits.get(None) or of_bits.get(features.head_dim_qk)
 
 

@@ -181,26 +181,22 @@ def dense(operands: Operands, band: Band) -> torch.Tensor:
     """
     q, out = operands.q, operands.out
     batch, heads, qo_len, _ = q.shape
-    lse = q.new_empty((batch, heads, qo_len), dtype=torch.float32)
     if not batch or not heads:
-        return lse
+        return q.new_empty((batch, heads, qo_len), dtype=torch.float32)
     if all(_is_one_axis(x, 1) for x in operands):
-        rows = _single(operands.each(lambda x: x.flatten(0, 1)), band)
-        return _natural(rows.view(qo_len, batch, heads).permute(1, 2, 0), lse)
+        lse = _single(operands.each(lambda x: x.flatten(0, 1)), band)
+        return lse.view(qo_len, batch, heads).permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
     planned = operands.k.shape[2] and not is_capturing(q.device)  # later calls would overwrite the records of a plan
     if planned and _is_one_axis(q, 2) and _is_one_axis(out, 2):
-        rows = _tokens(operands.each(lambda x: x.transpose(1, 2)), band)
-        return _natural(rows.view(batch, qo_len, heads).transpose(1, 2), lse)
-    for request, part in zip(zip(*operands, strict=True), lse, strict=True):
-        _natural(_single(Operands(*request), band).t(), part)
-    return lse
+        lse = _tokens(operands.each(lambda x: x.transpose(1, 2)), band)
+        return lse.view(batch, qo_len, heads).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return torch.stack([_single(Operands(*request), band).t() for request in zip(*operands, strict=True)])
 
 
 def _single(operands: Operands, band: Band) -> torch.Tensor:
-    """Compute one request of `[heads, tokens, head_dim]`; return the base-2 lse `[qo_len, heads]`."""
+    """Compute one request of `[heads, tokens, head_dim]`; return the lse `[qo_len, heads]`."""
     q, k, v, out = operands
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    single_prefill_with_kv_cache(
+    _, lse = single_prefill_with_kv_cache(
         q.transpose(0, 1),
         k,
         v,
@@ -208,14 +204,15 @@ def _single(operands: Operands, band: Band) -> torch.Tensor:
         kv_layout="HND",
         sm_scale=band.scale,
         window_left=band.window_left,
+        return_lse=True,
         out=out.transpose(0, 1),
-        lse=lse,
+        lse_base="ln",
     )
     return lse
 
 
 def _tokens(operands: Operands, band: Band) -> torch.Tensor:
-    """Compute a batch of `[batch, tokens, heads, head_dim]`; return the base-2 lse `[batch * qo_len, heads]`."""
+    """Compute a batch of `[batch, tokens, heads, head_dim]`; return the lse `[batch * qo_len, heads]`."""
     q, k, v, out = operands
     (batch, qo_len), kv_len = q.shape[:2], k.shape[1]
     lengths = _uniform_lengths(batch, qo_len, kv_len)
@@ -239,7 +236,7 @@ def _ragged(operands: Operands, cum_seq_q: torch.Tensor, cum_seq_k: torch.Tensor
     first, rows = lengths.first_row, lengths.rows
     _clear(operands, bounds, slice(first), slice(rows, None))
     computed = _planned(q[:rows], Keys(k, v), out[:rows], lengths, band)
-    lse[:, first:rows].copy_(computed[first:].t()).mul_(math.log(2.0))
+    lse[:, first:rows].copy_(computed[first:].t())
     return lse
 
 
@@ -267,7 +264,7 @@ def _paged(
         q_cu_seq_lens=cum_seq_q,
         lse=lse,
     )
-    return _natural(lse.t(), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32))
+    return torch.mul(lse.t(), math.log(2.0), out=lse.new_empty(lse.shape[::-1]))
 
 
 def _clear(operands: Operands, arrays: Mapping[str, torch.Tensor | None], *rows: slice) -> None:
@@ -279,13 +276,14 @@ def _clear(operands: Operands, arrays: Mapping[str, torch.Tensor | None], *rows:
 
 
 def _planned(q: torch.Tensor, keys: Keys, out: torch.Tensor, lengths: BatchLengths, band: Band) -> torch.Tensor:
-    """Compute a batch under the plan of an earlier call with these lengths, or a new one; return the base-2 lse."""
-    structure = Structure.of(q, keys, o_data_type=out.dtype, causal=band.causal, window_left=band.window_left)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    """Compute a batch under the plan of an earlier call with these lengths, or a new one; return the lse."""
+    structure = Structure.of(
+        q, keys, o_data_type=out.dtype, lse_base="ln", causal=band.causal, window_left=band.window_left
+    )
     scale = q.shape[2] ** -0.5 if band.scale is None else band.scale
-    run = RunArguments(q, (keys.k, keys.v), q_scale=scale, out=out, lse=lse)
+    run = RunArguments(q, (keys.k, keys.v), q_scale=scale, out=out, return_lse=True)
     arrays = lengths.qo_indptr, lengths.kv_indptr, lengths.kv_len
-    planned_prefill.run(workspaces.of_stream(q.device), structure, run, keys, arrays)
+    _, lse = planned_prefill.run(workspaces.of_stream(q.device), structure, run, keys, arrays)
     return lse
 
 
@@ -305,11 +303,6 @@ def _page_per_request(batch: int, device: torch.device) -> torch.Tensor:
 def _is_one_axis(x: torch.Tensor, axis: int) -> bool:
     """Tell whether axis 0 continues where another ends, so that both are one axis without a copy."""
     return x.shape[0] == 1 or x.shape[axis] == 1 or x.stride(0) == x.shape[axis] * x.stride(axis)
-
-
-def _natural(lse: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Write a base-2 lse to `result` in the natural-log domain."""
-    return torch.mul(lse, math.log(2.0), out=result)
 
 
 def _unused(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -44,6 +44,7 @@ class Structure(NamedTuple):
     page_size: int  # 0: k and v are ragged
     chunk: int  # > 0: a token sees no key before the multiple of it at or before its own position
     options: PlanOptions
+    variety: Any = None  # what else tells plans apart
 
     @classmethod
     def of(cls, query: torch.Tensor, keys: Keys, backend: str = "auto", chunk: int = 0, **others: Any) -> Structure:
@@ -108,10 +109,9 @@ class Session:
         torch.index_select(tables.view(-1), 0, self.positions, out=self.indices)
 
     def _plan(self, lengths: BatchLengths) -> None:
-        _, page_size, chunk, options = self.structure
+        _, page_size, chunk, options, _ = self.structure
         if page_size:
-            kv_indptr = bounds(self.pages.counts)
-            lengths = BatchLengths(lengths.qo_indptr, kv_indptr, lengths.kv_len, kv_indices=self.indices)
+            lengths = lengths.replace(kv_indptr=bounds(self.pages.counts), kv_indices=self.indices)
         if chunk:
             lengths = lengths.replace(key_bounds=unplanned.chunk_bounds(chunk, lengths))
         request = PlanRequest(options, page_size=page_size or 1, lengths=lengths)

@@ -125,7 +125,7 @@ def test_steps_of_sglang() -> None:
     server, kind = Server(16, [40, 9], q_lens=[3, 1]), KINDS["full"]
     out = torch.empty_like(server.q)
     with defaults(torch.float64):
-        attention = PlannedAttention(workspaces.Workspaces.on("cpu").planned, ServerFacts(*[BF16] * 2, 16), False)
+        attention = PlannedAttention(workspaces.Workspaces.on("cpu").planned, ServerFacts(*[BF16] * 2, 16))
         begin(server, attention)
         attention.run(Operands(kind, server.q, server.cache, out))
     server.check(out, kind)

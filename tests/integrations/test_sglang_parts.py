@@ -114,7 +114,7 @@ def test_masks_of_drafts_take_few_operations() -> None:
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_extend(name: str, page_size: int, device: str) -> None:
     """Two steps of one set of wrappers; the second has cached prefixes, and a request without tokens."""
-    attention = PlannedAttention(Workspaces.on(device).planned, SERVER._replace(page_size=page_size), decode=False)
+    attention = PlannedAttention(Workspaces.on(device).planned, SERVER._replace(page_size=page_size))
     kind = KINDS[name]
     for kv_lens, q_lens in (([37, 5], [37, 5]), ([40, 0, 90], [3, 0, 20])):
         server = Server(page_size, kv_lens, device, q_lens=q_lens)
@@ -127,16 +127,12 @@ def test_extend(name: str, page_size: int, device: str) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) -> None:
     indices = torch.zeros(3 * MAX_CONTEXT, dtype=torch.int32, device=device)
-    attention = PlannedAttention(
-        Workspaces.on(device).planned,
-        SERVER._replace(deterministic=deterministic),
-        decode=True,
-        captured=(3, [indices]),
-    )
+    attention = PlannedAttention(Workspaces.on(device).planned, SERVER._replace(deterministic=deterministic))
+    attention.captured_indices = [indices]
     kind, sinks = KINDS["capped"], torch.randn(HEADS, device=device)
     for kv_lens in ([37, 5, 1], [2, 90, 1]):
         server = Server(1, kv_lens, device)
-        begin(server, attention, kinds=[kind])
+        begin(server, attention, decode=True, captured=[kind])
         assert indices[: sum(kv_lens)].tolist() == torch.cat(server.tokens.pages.slots).tolist()
         out = torch.empty_like(server.q)
         attention.run(Operands(kind, server.q, server.cache, out, sinks=sinks))
@@ -149,8 +145,10 @@ def test_deterministic_plans_forbid_splits(monkeypatch: pytest.MonkeyPatch) -> N
     for deterministic in (False, True):
         form = SERVER._replace(page_size=16, deterministic=deterministic)
         for decode, q_lens in ((False, [3, 1]), (True, [1, 1])):
-            attention = PlannedAttention(Workspaces.on("cpu").planned, form, decode)
-            begin(Server(16, [37, 5], q_lens=q_lens), attention, kinds=[KINDS["full"], KINDS["window"]])
+            attention = PlannedAttention(Workspaces.on("cpu").planned, form)
+            attention.captured_indices = [torch.zeros(8, dtype=torch.int32)]
+            captured = [KINDS["full"], KINDS["window"]]
+            begin(Server(16, [37, 5], q_lens=q_lens), attention, decode=decode, captured=captured)
     assert [plan.kwargs["disable_split_kv"] for plan in plans] == [False] * 4 + [True] * 4
 
 

@@ -12,8 +12,9 @@ import torch
 import transformers
 from transformers import masking_utils
 
-from cute_attn.integrations.transformers import forward, plans, register
+from cute_attn.integrations.transformers import forward, register
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.wrappers import planned_prefill
 from tests.support import tiny_transformers as tiny
 from tests.support.executors import needs_gpu
 from tests.support.noted import Noted, noted
@@ -32,7 +33,7 @@ def _registered() -> None:
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
     """Every plan that the test makes, after those of other tests are forgotten."""
-    monkeypatch.setattr(plans, "_sessions", OrderedDict())
+    monkeypatch.setattr(planned_prefill, "_places", OrderedDict())
     return noted(monkeypatch, BatchPrefillWithPagedKVCacheWrapper, "plan")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +13,7 @@ from transformers import masking_utils
 
 from cute_attn.emulator.settings import using
 from cute_attn.errors import NotSupported
-from cute_attn.integrations import workspaces
-from cute_attn.integrations.transformers import descriptors, forward, masks, ops, patterns, plans, register
+from cute_attn.integrations.transformers import descriptors, forward, masks, ops, patterns, register
 from tests.support.dense_attention import attention
 
 MODULE = SimpleNamespace(is_causal=True, training=False)
@@ -218,9 +216,9 @@ def test_ops_pass_opcheck():
     q, k, v = layer(q_len=1)
     lengths, tables = torch.tensor([3, 12], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
     namespace = getattr(torch.ops, ops.NAMESPACE)
-    torch.library.opcheck(namespace.decode.default, (q, k, v, lengths, tables, [], None, 0.25, "auto"))
+    torch.library.opcheck(namespace.decode.default, (q, k, v, None, 0.25, 0.0, "auto", lengths, tables, []))
     q = layer(q_len=5)[0]
-    torch.library.opcheck(namespace.planned.default, (q, k, v, None, None, 0.25, 0.0, True, -1, "auto"))
+    torch.library.opcheck(namespace.planned.default, (q, k, v, None, 0.25, 0.0, "auto", None, True, -1))
 
 
 def test_a_mask_that_changes_between_layers_is_read_again():
@@ -258,7 +256,7 @@ def test_the_layers_of_a_pass_share_what_is_kept_on_a_mask():
     kept = []
     for module in modules * 2:
         descriptors.renew(mask, module)
-        kept.append(forward._kept(mask, "identity", True, object))
+        kept.append(forward._kept(mask, "identity", object))
     assert kept[0] is kept[1] is kept[2] is not kept[3]
     assert kept[3] is kept[4] is kept[5]
 
@@ -379,21 +377,8 @@ def test_register_refuses_bad_names_and_old_releases(monkeypatch):
 )
 def test_kernels_read_caches_in_place(q_len, padding, monkeypatch):
     """Hopper's kernels on the emulator: a page per request, and pages of one token, in a static cache of 48 tokens."""
-    monkeypatch.setattr(plans, "_sessions", OrderedDict())
     kept = None if padding is None else torch.nn.functional.pad(padding, (0, 8))
     mask, seen = described(48, q_len, torch.tensor(40 - q_len), kept)
     qkv = layer(heads=2, kv_heads=1, q_len=q_len, kv_len=48, dims=(64, 64))
     with using("sm_90a"):
         assert_sees(seen, qkv, mask, backend="emulator")
-
-
-def test_workspaces_of_streams_are_bounded(monkeypatch):
-    monkeypatch.setattr(workspaces, "BYTES", 16)
-    cpu = torch.device("cpu")
-    workspaces._zeros.cache_clear()
-    first = workspaces._zeros(cpu, 0, 16)
-    for stream in range(1, 100):
-        workspaces._zeros(cpu, stream, 16)
-        assert workspaces._zeros(cpu, 0, 16) is first, "a stream in use keeps its workspace"
-    assert workspaces._zeros.cache_info().currsize == workspaces.MAX_STREAMS
-    workspaces._zeros.cache_clear()

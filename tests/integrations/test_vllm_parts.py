@@ -22,10 +22,12 @@ from cute_attn import emulator
 from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError, NotSupported
 from cute_attn.integrations import vllm as plugin
+from cute_attn.integrations.vllm import attention as layers
+from cute_attn.integrations.vllm import metadata as steps
 from cute_attn.integrations.vllm import support
-from cute_attn.integrations.vllm.attention import EncoderAttention, LayerAttention, has_standard_slopes
+from cute_attn.integrations.vllm.attention import LayerAttention, has_standard_slopes
 from cute_attn.integrations.vllm.cache import views
-from cute_attn.integrations.vllm.metadata import Batch, Spans, StepMetadata, split_decodes
+from cute_attn.integrations.vllm.metadata import Batch, Spans, split_decodes
 from cute_attn.integrations.vllm.support import Layer
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.support.dense_attention import assert_near
@@ -70,7 +72,7 @@ STEPS = {
         [(30, 40), (20, 20)],
         layer={"window_left": 4, "soft_cap": 3.0},
         images={0: [(11, 30)], 1: [(0, 19)]},
-        clamps_ranges=True,
+        mm_prefix_clamp_sliding_window=True,
     ),
     "images_of_earlier_steps": step(images={3: [(4, 30)]}),
     **{
@@ -89,13 +91,13 @@ def test_layer_matches_the_formula(name: str, device: str) -> None:
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])
 def test_encoder_layers_match_the_formula(soft_cap: float, device: str) -> None:
     """Each token sees all tokens of its request; rows past the requests' are padding."""
-    layer = Layer(4, 64, 0.25, 2, soft_cap=soft_cap)
+    layer = Layer(4, 64, 0.25, 2, soft_cap=soft_cap, encoder=True)
     case = Step([(9, 9), (1, 1), (40, 40)], layer, causal=False, device=device)
-    attention, step = EncoderAttention(layer), case.metadata()
+    attention, step = case.attention(), case.metadata()
     rows = [torch.cat([*x, torch.zeros(3, *x[0].shape[1:])]).to(device, BF16) for x in (case.q, case.k, case.v)]
     for _ in range(2):  # layers
         out = torch.full_like(rows[0], UNTOUCHED)
-        attention.run(*rows, step, out)
+        attention.forward(None, *rows, case.cache, step, out)
         assert_near(out[:50], None, [case.expected()])
         assert (out[50:] == UNTOUCHED).all()
 
@@ -103,7 +105,7 @@ def test_encoder_layers_match_the_formula(soft_cap: float, device: str) -> None:
 @pytest.mark.parametrize("changed", [{"window_left": 8}, {"alibi": True}, {"sinks": True}, {"kv_cache_dtype": "fp8"}])
 def test_encoder_layers_that_are_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match="encoder attention must have no"):
-        EncoderAttention(LLAMA._replace(**changed))
+        LayerAttention(LLAMA._replace(encoder=True, **changed), BF16, None)
 
 
 def test_windows_of_tokens_that_see_later_keys_are_refused() -> None:
@@ -131,12 +133,15 @@ def test_kernels_read_and_write_the_cache(
 ) -> None:
     """XQA, fa3 or (NVFP4) fa2, and the append kernel take the strides of vLLM's cache."""
     monkeypatch.setattr(append, "run", emulated_append)
+    wrappers = "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithCausalBidirectionalRangesWrapper"
+    for module, name in ((layers, "xqa_batch_decode_with_kv_cache"), *((steps, name) for name in wrappers)):
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), backend="emulator"))
     layer = Layer(4, 64, 0.125, 2, kv_cache_dtype=kv_cache_dtype)
     scales = (1.0, 1.0) if kv_cache_dtype == "auto" else (0.5, 0.25)
     case = Step([(1, 20), (3, 19) if kv_cache_dtype == "nvfp4" else (33, 33)], layer, scales=scales)
     case.images = images
     with emulator.using("sm_90a"):
-        case.check(step=case.metadata("emulator"))
+        case.check(step=case.metadata(emulated=True))
 
 
 def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,14 +210,14 @@ def test_a_graph_writes_the_cache_and_decodes_with_what_its_replay_has(name: str
     attention = case.attention()
     query, tables = torch.cat(case.q).to(device), case.tables.clone().to(device)
     rows, slots = [torch.cat(x).to(device) for x in (case.k, case.v)], case.slots()
-    scales = (torch.ones((), device=device),) * 2
     out, seq_lens = torch.empty_like(query), torch.tensor(lengths[0], dtype=torch.int32, device=device)
     made = case.metadata()
     batch = dataclasses.replace(made.batch, seq_lens=seq_lens, block_table=tables)
+    made = dataclasses.replace(made, batch=batch, for_capture=True)
 
     def step() -> None:
-        attention.write(rows[0], rows[1], case.cache, slots, scales)
-        attention.run(query, case.cache, StepMetadata(batch, made.decodes, made.sessions, for_capture=True), out)
+        attention.do_kv_cache_update(case, rows[0], rows[1], case.cache, slots)
+        attention.forward(case, query, None, None, case.cache, dataclasses.replace(made), out)
 
     graph = Graph(device, step)
     for now in lengths:
@@ -237,7 +242,7 @@ def test_a_plan_is_refused_while_a_graph_is_captured() -> None:
     case.fill(attention)
     torch.cuda.synchronize()
     with pytest.raises(NotSupported, match="capture in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        attention.run(query, case.cache, step, torch.empty_like(query))
+        attention.forward(None, query, None, None, case.cache, step, torch.empty_like(query))
 
 
 # ---- the cache
@@ -271,9 +276,9 @@ def test_caches_of_another_packing_are_refused() -> None:
         views(torch.zeros(3, 2, 16, 36, dtype=torch.uint8), packed)
     with pytest.raises(ArgumentError, match="must be dense"):
         views(torch.zeros(3, 4, 32, 36, dtype=torch.uint8)[:, :, ::2], packed)
-    case = Step(MIXED, LLAMA)
+    case, q = Step(MIXED, LLAMA), torch.zeros(4, 4, 64)
     with pytest.raises(ArgumentError, match="float16 or bfloat16"):
-        case.attention().run(torch.zeros(4, 4, 64), case.cache, case.metadata(), torch.zeros(4, 4, 64))
+        case.attention().forward(case, q, None, None, case.cache, case.metadata(), q)
 
 
 # ---- the batch
@@ -336,6 +341,7 @@ def sized(head_size: int, kv_cache_dtype: str = "auto", **options: Any) -> Layer
         (sized(512, "nvfp4"), BF16, "NVFP4 k and v with head dimension 512"),
         (sized(72, "fp8"), BF16, "blocks of 16 elements, got head_size 72"),
         (sized(128, "float16"), BF16, "must have the model's dtype torch.bfloat16"),
+        (sized(128), torch.float32, None),  # vLLM refuses it by `supported_dtypes`
         (sized(128, "int8_per_token_head"), BF16, "kv_cache_dtype must be one of auto, float16"),
     ],
 )

@@ -43,7 +43,7 @@ class Step:
     batch_invariant: bool = False
     causal: bool = True
     images: Spans | None = None
-    clamps_ranges: bool = False
+    mm_prefix_clamp_sliding_window: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -55,6 +55,8 @@ class Step:
         self.k, self.v = (x.split(kv_lens) for x in tokens.ragged())
         self.tables = pad(tokens.pages.tables(beyond=-1) + 1, (0, 0, 0, self.padding))  # block 0: vLLM's padding
         self._slots = tokens.pages.all_slots() + self.block_size
+        self._k_scale_float, self._v_scale_float = self.scales  # as vLLM's layer has them
+        self._k_scale, self._v_scale = (torch.tensor(x, device=self.device) for x in self.scales)
         self.cache = self._empty_cache(tokens.num_pages + 1)
         self.sinks = torch.linspace(-1, 2, layer.num_heads) if layer.sinks else None
 
@@ -76,34 +78,34 @@ class Step:
     def fill(self, attention: LayerAttention) -> None:
         """Write the keys and values of all requests, with some rows of padding."""
         rows = [padded(x, 2).to(self.device) for x in (self.k, self.v)]
-        scales = [torch.tensor(x, device=self.device) for x in self.scales]
-        attention.write(rows[0], rows[1], self.cache, self.slots(padding=1), (scales[0], scales[1]))
+        attention.do_kv_cache_update(self, rows[0], rows[1], self.cache, self.slots(padding=1))
 
-    def metadata(self, backend: str = "auto") -> StepMetadata:
+    def metadata(self, emulated: bool = False) -> StepMetadata:
         """The step's metadata, as the builder makes it, with lengths on the device only."""
         q_lens, kv_lens = ([*lens, *[0] * self.padding] for lens in zip(*self.requests, strict=True))
         starts, count, tokens = ends(q_lens), len(q_lens), sum(q_lens) + self.padded_tokens
         on_device = (x.to(self.device) for x in (ints(kv_lens), self.tables))
         batch = Batch(count, starts.to(self.device), starts, *on_device)
         decodes = split_decodes(starts, count, tokens, max(q_lens), self.threshold)
-        if backend == "emulator":  # it keeps a record of every byte
+        if emulated:  # the emulator keeps a record of every byte
             workspaces = Workspaces(torch.empty(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8))
         else:
             workspaces = Workspaces.on(torch.device(self.device))
-        return StepMetadata(batch, decodes, Sessions(workspaces, backend), self.causal, mm_prefix_range=self.images)
+        return StepMetadata(batch, decodes, Sessions(workspaces), self.causal, mm_prefix_range=self.images)
 
     def attention(self) -> LayerAttention:
         """The layer."""
         capability = torch.cuda.get_device_capability() if self.device == "cuda" else None
-        attention = LayerAttention(self.layer, BF16, capability, self.batch_invariant)
-        attention.sinks = None if self.sinks is None else self.sinks.to(self.device)
+        sinks = None if self.sinks is None else self.sinks.to(self.device)
+        attention = LayerAttention(self.layer, BF16, capability, self.batch_invariant, sinks)
+        attention.process_weights_after_loading(BF16)
         return attention
 
     def output(self, attention: LayerAttention, step: StepMetadata) -> torch.Tensor:
         """Run the layer: output rows of the requests. Asserts that no row past the query's is written."""
         query = padded(self.q, self.padded_tokens + 3).to(self.device)
         out = torch.full_like(query, UNTOUCHED)
-        attention.run(query, self.cache, step, out, *self.scales, self.clamps_ranges)
+        assert attention.forward(self, query, None, None, self.cache, step, out) is out
         used = sum(len(x) for x in self.q)
         assert (out[used + self.padded_tokens :] == UNTOUCHED).all()
         return out[:used].cpu()
@@ -144,7 +146,7 @@ class Step:
             kept = seen(len(q), len(k), self.causal, layer.window_left)
             for first, last in (self.images or {}).get(i, ()):
                 both = (key >= first) & (key <= last) & (position >= first) & (position <= last)
-                if self.clamps_ranges:
+                if self.mm_prefix_clamp_sliding_window:
                     both &= key >= position - layer.window_left
                 kept |= both
             outs.append(attention(q, k, v, kept, layer.scale, layer.soft_cap, self.sinks, bias)[0])

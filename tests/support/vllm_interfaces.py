@@ -6,7 +6,6 @@ Prints vLLM's version. Errors are assertions.
 from __future__ import annotations
 
 import inspect
-import itertools
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -34,9 +33,10 @@ def check_signatures(ours: type, base: type) -> None:
     """Check that nothing abstract is left, and that every override takes the arguments of what it overrides."""
     assert not getattr(ours, "__abstractmethods__", None), ours.__abstractmethods__
     own = [cls for cls in ours.__mro__ if cls.__module__.startswith(plugin.__name__)]
-    for name, value in itertools.chain.from_iterable(vars(cls).items() for cls in own):
+    members = [(cls, *member) for cls in own for member in vars(cls).items()]
+    for cls, name, value in members:
         theirs = getattr(base, name, None)
-        if (name.startswith("__") and name != "__init__") or not callable(theirs):
+        if (name.startswith("__") and (cls, name) != (ours, "__init__")) or not callable(theirs):
             continue
         raw = value.__func__ if isinstance(value, staticmethod | classmethod) else value
         kind = type(inspect.getattr_static(base, name))
@@ -154,16 +154,16 @@ def check_impl(impl_cls: Any) -> None:
     sinks = torch.linspace(-1, 2, 4).bfloat16()
     impl = made(impl_cls, sliding_window=9, sinks=sinks, kv_sharing_target_layer_name="first")
     impl.process_weights_after_loading(torch.bfloat16)
-    case = Step([(1, 37), (20, 20)], Layer(4, 64, 0.125, 2, window_left=8, sinks=True))
-    scales = SimpleNamespace(_k_scale_float=3.0, _v_scale_float=3.0, _k_scale=None, _v_scale=None)  # of fp8 caches only
-    case.fill(impl.attention)
+    layer = Layer(4, 64, 0.125, 2, window_left=8, sinks=True)
+    case = Step([(1, 37), (20, 20)], layer, scales=(3.0, 3.0))  # scales are of fp8 caches only
+    case.fill(impl)
     query, step = torch.cat(case.q), case.metadata()
     out = torch.empty_like(query)
-    assert impl.forward(scales, query, None, None, case.cache, step, out) is out
+    assert impl.forward(case, query, None, None, case.cache, step, out) is out
     torch.testing.assert_close(out.double(), case.expected(), rtol=1e-2, atol=1e-2)
-    assert not impl.forward(scales, query, None, None, case.cache, None, out).any()
+    assert not impl.forward(case, query, None, None, case.cache, None, out).any()
     for words, call in (
-        ("quantised output", lambda: impl.forward(scales, query, None, None, case.cache, step, out, torch.ones(1))),
+        ("quantised output", lambda: impl.forward(case, query, None, None, case.cache, step, out, torch.ones(1))),
         ("no sliding_window", lambda: made(impl_cls, attn_type="encoder_only", sliding_window=8)),
         ("standard ones of 4 heads", lambda: made(impl_cls, alibi_slopes=[0.5, 0.25, 0.125, 0.0625])),
         ("kv_cache_dtype must be one of", lambda: made(impl_cls, kv_cache_dtype="int4_per_token_head")),

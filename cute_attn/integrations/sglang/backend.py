@@ -7,7 +7,7 @@ in deterministic mode, are planned once per step and kind of layer. Nothing of a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -43,10 +43,7 @@ class CuteAttnBackend(PagedBackend):
         self._by_table = functools.partial(
             attend, workspace=decode_workspace, layout=self._layout, max_context=self.max_context_len
         )
-        self._extend = PlannedAttention(self._workspace, facts, decode=False)
-        self._decode = PlannedAttention(self._workspace, facts, decode=True)
-        self._graph_decodes: dict[int, PlannedAttention] = {}  # by batch size
-        self._graph_indices: list[torch.Tensor] = []  # of each pool
+        self._planned = PlannedAttention(self._workspace, facts)
         self._window_loc: torch.Tensor | None = None  # where the step writes keys of sliding-window layers
 
     @functools.cached_property
@@ -69,7 +66,7 @@ class CuteAttnBackend(PagedBackend):
         if not mode.is_decode():
             return self._begin_extend(batch)
         if self._plans_decode:
-            return self._begin_decode(self._decode, batch)
+            return self._begin_decode(batch)
         return self._table_step(batch)
 
     def _begin_extend(self, batch: Any) -> PlannedAttention:
@@ -77,15 +74,13 @@ class CuteAttnBackend(PagedBackend):
         if extended is None or cached is None:  # batches that SGLang pads on the device alone: a synchronisation
             extended, cached = batch.extend_seq_lens.tolist(), batch.extend_prefix_lens.tolist()
         kv_lens = [new + old for new, old in zip(extended, cached, strict=True)]
-        return self._extend.begin(self._pools, batch.req_pool_indices, batch.seq_lens, extended, kv_lens)
+        return self._planned.begin(self._pools, batch.req_pool_indices, batch.seq_lens, extended, kv_lens)
 
-    def _begin_decode(
-        self, attention: PlannedAttention, batch: Any, kinds: Iterable[LayerKind] = ()
-    ) -> PlannedAttention:
+    def _begin_decode(self, batch: Any, captured: Collection[LayerKind] = ()) -> PlannedAttention:
         requests, seq_lens, kv_lens = batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu
         if kv_lens is None:
             kv_lens = seq_lens.cpu()  # SGLang keeps the host's copy for backends with `needs_cpu_seq_lens`
-        return attention.begin(self._pools, requests, seq_lens, [1] * len(kv_lens), kv_lens, kinds)
+        return self._planned.begin(self._pools, requests, seq_lens, [1] * len(kv_lens), kv_lens, True, captured)
 
     # ---- CUDA graphs
 
@@ -94,7 +89,7 @@ class CuteAttnBackend(PagedBackend):
         """Allocate what captured batches of up to `max_bs` requests and `max_num_tokens` query tokens read."""
         if self._plans_decode:
             sizes = [max_bs * pool.max_pages for pool in self._pools]
-            self._graph_indices = [torch.zeros(n, dtype=torch.int32, device=self.device) for n in sizes]
+            self._planned.captured_indices = [torch.zeros(n, dtype=torch.int32, device=self.device) for n in sizes]
         else:
             super().init_cuda_graph_state(max_bs, max_num_tokens)
         if self._window_pool is not None:
@@ -110,11 +105,7 @@ class CuteAttnBackend(PagedBackend):
         """Return the description of a captured batch: with plans, and masks, whose addresses change."""
         batch_size, q_len = batch.batch_size, max(drafts_of(batch), 1)
         if self._plans_decode:
-            decode = self._graph_decodes.get(batch_size)
-            if decode is None:
-                decode = PlannedAttention(self._workspace, self._facts, True, (batch_size, self._graph_indices))
-                self._graph_decodes[batch_size] = decode
-            return self._begin_decode(decode, batch, set(self._kinds.values()))
+            return self._begin_decode(batch, set(self._kinds.values()))
         assert self._graph_tables is not None
         branching = q_len > 1 and self._facts.draft_trees
         if branching:

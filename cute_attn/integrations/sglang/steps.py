@@ -5,7 +5,7 @@ drafts; and by plans, which is every extend, and decode with a soft cap or in de
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,38 +132,33 @@ class GraphTables:
 
 
 class PlannedAttention:
-    """Wrappers of one mode, one for each kind of layer, planned by the first layer of that kind in a step.
+    """Wrappers, one for each kind of layer and form of batch, planned by the first layer of that kind in a step.
 
     Parameters
     ----------
     workspace : uint8, `workspaces.BYTES`; wrappers that run one after another share it.
     server : its dtypes, layout and page size, and whether results must not depend on the rest of the batch.
-    decode : one query token per request (True), or any number (False).
-    captured : None, or of captured decodes the number of requests, and for each pool, by `LayerKind.in_window_pool`,
-        where plans write page numbers: int32, with room for all pages of a batch.
     """
 
-    def __init__(
-        self,
-        workspace: torch.Tensor,
-        server: ServerFacts,
-        decode: bool,
-        captured: tuple[int, Sequence[torch.Tensor]] | None = None,
-    ) -> None:
-        @capture.lasting()
-        def make(kind: LayerKind) -> BatchPrefillWithPagedKVCacheWrapper:
-            buffers: Sequence[Any] = ()
-            if captured is not None:
-                count, indices = captured
-                sizes = count + 1, count + 1, count
-                qo, kv, last = (torch.zeros(n, dtype=torch.int32, device=workspace.device) for n in sizes)
-                buffers = qo, kv, indices[kind.in_window_pool], last
-            return BatchPrefillWithPagedKVCacheWrapper(workspace, server.layout, bool(buffers), *buffers)
-
-        self.plans = StepPlans(make)
-        self._server, self._decode = server, decode
+    def __init__(self, workspace: torch.Tensor, server: ServerFacts) -> None:
+        self.plans = StepPlans(self._wrapper)
+        self._workspace, self._server = workspace, server
+        # Where plans of captured decodes write page numbers of each pool, by `LayerKind.in_window_pool`: int32, with
+        # room for all pages of a batch.
+        self.captured_indices: Sequence[torch.Tensor] = ()
         self.num_tokens = 0  # query tokens of the current step
         self._step: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # index arrays; page numbers in each pool
+        self._form: tuple[bool, int]  # of its batch: decode, and if it is captured the number of requests
+
+    @capture.lasting()
+    def _wrapper(self, key: tuple[LayerKind, bool, int]) -> BatchPrefillWithPagedKVCacheWrapper:
+        kind, _, captured = key
+        buffers: Sequence[Any] = ()
+        if captured:
+            sizes = captured + 1, captured + 1, captured
+            qo, kv, last = (torch.zeros(n, dtype=torch.int32, device=self._workspace.device) for n in sizes)
+            buffers = qo, kv, self.captured_indices[kind.in_window_pool], last
+        return BatchPrefillWithPagedKVCacheWrapper(self._workspace, self._server.layout, captured > 0, *buffers)
 
     def begin(
         self,
@@ -172,13 +167,15 @@ class PlannedAttention:
         seq_lens: torch.Tensor,
         q_lens: Sequence[int],
         kv_lens: Sequence[int] | torch.Tensor,
-        kinds: Iterable[LayerKind] = (),
+        decode: bool = False,
+        captured: Collection[LayerKind] = (),
     ) -> PlannedAttention:
         """Start a step and return this.
 
         `requests`, `seq_lens`: rows of the tables of `pools` and keys of each request, on the device. `q_lens`,
-        `kv_lens`: query tokens and keys, these included, on the host. `kinds` are planned now, as captured launches
-        need it, others by their first layer.
+        `kv_lens`: query tokens and keys, these included, on the host. `decode`: one query token per request.
+        `captured`: the kinds of layers of a captured batch, whose launches need plans now; others are planned by their
+        first layer.
         """
         kv, page_size = np.asarray(kv_lens, np.int64), self._server.page_size
         pages = -(-kv // page_size)
@@ -186,7 +183,8 @@ class PlannedAttention:
         arrays = [int32(x) for x in (starts, kv_indptr, last_page_len(kv, pages, page_size))]
         self.num_tokens, num_pages = int(starts[-1]), int(kv_indptr[-1])
         self._step = arrays, [pool.page_indices(requests, seq_lens, num_pages) for pool in pools]
-        for kind in kinds:
+        self._form = decode, len(starts) - 1 if captured else 0
+        for kind in captured:
             self._planned(kind)
         return self
 
@@ -200,7 +198,7 @@ class PlannedAttention:
         the bits of longer ones; otherwise the plan promises that length, and selection treats it as a decode.
         """
         (qo_indptr, kv_indptr, last), indices = self._step
-        one_token = self._decode and not self._server.deterministic
+        one_token = self._form[0] and not self._server.deterministic
 
         def plan(wrapper: Any) -> None:
             wrapper.plan(
@@ -222,4 +220,4 @@ class PlannedAttention:
                 uniform_q_len=1 if one_token else None,
             )
 
-        return self.plans.of(kind, self._step, plan)
+        return self.plans.of((kind, *self._form), self._step, plan)

@@ -95,7 +95,7 @@ def attention(
     if packed is not None:
         descriptors.renew(packed, module)
         sizes = query.shape[0], query.shape[2], key.shape[2]
-        bounds = _kept(packed, sizes, True, lambda: packed_bounds(packed, options.get("cu_seq_lens_k"), *sizes))
+        bounds = _kept(packed, sizes, lambda: packed_bounds(packed, options.get("cu_seq_lens_k"), *sizes))
     return run(operands, attention_mask, causal, window_left, bounds=bounds), None
 
 
@@ -104,37 +104,36 @@ def run(
     mask: torch.Tensor | None,
     causal: bool,
     window_left: int,
-    keep: bool = True,
     bounds: tuple[int, ...] = (),
 ) -> torch.Tensor:
     """Run a layer; `causal` and `window_left` are read without a mask. Returns `[batch, q_len, heads, head_dim_vo]`.
 
-    `keep`: what is computed from the mask may be kept on it for the layers that follow. `bounds`: of several packed
-    sequences, which see only themselves whatever the mask says.
+    What is computed from the mask is kept on it for the layers that follow. `bounds`: of several packed sequences,
+    which see only themselves whatever the mask says.
     """
     q, k = operands.q, operands.k
     if mask is None:
         return _run_unmasked(operands, causal, window_left, bounds)
     if descriptors.is_rows(mask):
         packed = mask
-        rows = _kept(packed, "rows", keep, lambda: Rows.unpack(packed))
+        rows = _kept(packed, "rows", lambda: Rows.unpack(packed))
         _check_extent(rows, operands)
         return plans.run_rows(operands, _parted(rows, bounds) if bounds else rows)
     if not descriptors.is_decode(mask):
         check_mask(mask, q, k)
         if q.shape[2] > 1:
-            return plans.run_mask(operands, mask, _kept(mask, "identity", keep, object), bounds)
+            return plans.run_mask(operands, mask, _kept(mask, "identity", object), bounds)
         exact = mask
-        mask = _kept(exact, "decode", keep, lambda: as_decode(exact, q.shape[0]))
+        mask = _kept(exact, "decode", lambda: as_decode(exact, q.shape[0]))
     decode = mask
     if runs_on_xqa(operands):
         where = ("tables", k.shape, k.stride(), operands.v.stride())
-        lengths, tables = _kept(decode, where, keep, lambda: decode_tables(operands, decode))
+        lengths, tables = _kept(decode, where, lambda: decode_tables(operands, decode))
         return run_decode(operands, lengths, tables)
-    target = _kept(decode, "planned", keep, lambda: _planned_decode(operands, decode))
+    target = _kept(decode, "planned", lambda: _planned_decode(operands, decode))
     if isinstance(target, Rows):
         return plans.run_rows(operands, target)
-    return plans.run_mask(operands, target, _kept(target, "identity", True, object))
+    return plans.run_mask(operands, target, _kept(target, "identity", object))
 
 
 def _run_unmasked(operands: Operands, causal: bool, window_left: int, bounds: tuple[int, ...]) -> torch.Tensor:
@@ -237,13 +236,13 @@ def _planned_decode(operands: Operands, mask: torch.Tensor) -> Rows | torch.Tens
     return seen[:, None, None, :-1].to(mask.device)
 
 
-def _kept(tensor: torch.Tensor, key: Hashable, keep: bool, make: Callable[[], T]) -> T:
+def _kept(tensor: torch.Tensor, key: Hashable, make: Callable[[], T]) -> T:
     """Return what `make` computes from a tensor's values, kept on it until they change.
 
     Inference tensors do not count their changes: of them only those keep anything that the mask function has marked.
     """
     memo: descriptors.Memo | None = getattr(tensor, descriptors.MEMO, None)
-    if not keep or (memo is None and tensor.is_inference()):
+    if memo is None and tensor.is_inference():
         return make()
     if memo is None or memo.version != descriptors.version(tensor):
         memo = descriptors.renewed(tensor)

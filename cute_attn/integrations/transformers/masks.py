@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -63,25 +64,10 @@ def attention_mask(
     assert q_length is not None
     if device is None:
         device = attention_mask.device if attention_mask is not None else "cpu"
-    options.pop("allow_is_causal_skip", None)
-    options.pop("allow_is_bidirectional_skip", None)
-
-    def exact() -> torch.Tensor:
-        mask: torch.Tensor | None = masking_utils.sdpa_mask(
-            batch_size=batch_size,
-            kv_length=kv_length,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False,
-            device=device,
-            **asked,
-            **options,
-        )
-        assert mask is not None  # no skip is allowed
-        return mask
-
+    asked |= {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset, "device": device}
+    asked |= {"mask_function": mask_function, "attention_mask": attention_mask}
+    never_none = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    exact = functools.partial(masking_utils.sdpa_mask, **options | asked | never_none)
     extent = Extent(batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
     kept = None if attention_mask is None else _local(attention_mask, kv_length, kv_offset)
     if torch.compiler.is_compiling():

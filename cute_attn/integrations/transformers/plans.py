@@ -11,8 +11,6 @@ next, and the page numbers say which tokens a request sees: padding on the left,
 from __future__ import annotations
 
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -22,32 +20,11 @@ import torch
 from cute_attn.integrations import workspaces
 from cute_attn.integrations.transformers import descriptors
 from cute_attn.integrations.transformers.descriptors import Rows
-from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.index_arrays import bounds, int32
-from cute_attn.wrappers.planned_prefill import kept
+from cute_attn.wrappers.planned_prefill import Place, Session, Structure, place_of
 
-MAX_STRUCTURES = 32
-PLANS_PER_STRUCTURE = 2  # encoder and decoder, or two models, may differ in lengths only
-
-
-class Structure(NamedTuple):
-    """What a plan depends on besides lengths and masks."""
-
-    device: torch.device
-    stream: int
-    backend: str
-    options: PlanOptions
-    masked: bool
-
-
-class Session:
-    """A wrapper and what it is planned for."""
-
-    def __init__(self, structure: Structure) -> None:
-        workspace = workspaces.of_stream(structure.device)
-        self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=structure.backend)
-        self.content: Hashable = None  # besides the structure; None: nothing
+PLANS_PER_KIND = 2  # encoder and decoder, or layers with and without a window in a decode, differ in lengths only
 
 
 def index_arrays(rows: Rows, pages: TokenPages | None) -> tuple[torch.Tensor, ...]:
@@ -65,23 +42,6 @@ def index_arrays(rows: Rows, pages: TokenPages | None) -> tuple[torch.Tensor, ..
     return tuple(map(int32, arrays))
 
 
-_sessions: OrderedDict[Structure, list[Session]] = OrderedDict()
-_lock = threading.Lock()  # one thread at a time uses them
-
-
-def _session(structure: Structure, content: Hashable) -> Session:
-    """Return the session planned for `content`, or the least recently used one, whose `content` is then None."""
-    sessions = kept(_sessions, structure, list[Session], MAX_STRUCTURES)
-    planned = next((i for i, session in enumerate(sessions) if session.content == content), None)
-    if planned is None and len(sessions) < PLANS_PER_STRUCTURE:
-        sessions.append(Session(structure))
-    else:
-        sessions.append(sessions.pop(planned or 0))
-    if planned is None:
-        sessions[-1].content = None
-    return sessions[-1]
-
-
 class Operands(NamedTuple):
     """The tensors of a layer as transformers gives them, and its options."""
 
@@ -94,14 +54,39 @@ class Operands(NamedTuple):
     backend: str
 
 
-def run_rows(operands: Operands, rows: Rows) -> torch.Tensor:
-    """Compute runs of query rows over ranges of keys."""
-    kv, pages = (operands.k, operands.v), None
+def run_rows(
+    operands: Operands, rows: Rows, identity: Hashable = None, seen: Callable[[], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Compute runs of query rows over ranges of keys; returns `[batch, q_len, heads, head_dim]`.
+
+    `seen`: makes a mask of all runs, 1-D; `identity` stands for its values. Scales are factors of a run: layers of
+    different scales share a plan.
+    """
+    batch, heads, q_len, width = operands.q.shape
+    kv, pages, device, dtype = (operands.k, operands.v), None, operands.q.device, operands.q.dtype
     if any(run.kv_start for run in rows.runs):  # not the first keys of its request
         pages = token_pages(*kv)
         kv = pages.k, pages.v
-    content = rows.runs, None if pages is None else (pages.request, pages.token)
-    return _run(operands, kv, (rows.causal, rows.window_left), content, lambda: (index_arrays(rows, pages), None))
+    k, v = (x.transpose(1, 2) for x in kv)
+    page_size, band = k.shape[1], (rows.causal, rows.window_left)
+    options = PlanOptions(
+        heads, k.shape[2], width, v.shape[3], dtype, dtype, dtype, "NONE", *band, operands.soft_cap, 1.0
+    )
+    content = rows.runs, page_size, None if pages is None else (pages.request, pages.token), identity
+    place = place_of(device)
+    with place.lock:
+        session = _session(place, operands, (options, seen is not None), content)
+        if session.content != content:
+            session.content = None
+            qo_indptr, kv_indptr, indices, last_page_len = index_arrays(rows, pages)
+            where = qo_indptr, kv_indptr, indices.to(device, non_blocking=True), last_page_len
+            mask = None if seen is None else seen()
+            session.wrapper.plan(*where, page_size=page_size, custom_mask=mask, **options._asdict())
+            session.content = content
+        query = operands.q.transpose(1, 2).reshape(batch * q_len, heads, width)
+        out = session.wrapper.run(query, (k, v), q_scale=operands.scale, sinks=operands.sinks)
+    assert isinstance(out, torch.Tensor)
+    return out.view(batch, q_len, heads, -1)
 
 
 def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable, bounds: tuple[int, ...] = ()) -> torch.Tensor:
@@ -112,47 +97,30 @@ def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable, bounds:
     batch, _, q_len, _ = operands.q.shape
     kv_len = operands.k.shape[2]
 
-    def planned() -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        rows = descriptors.whole(batch, q_len, [kv_len] * batch, causal=False, window_left=-1)
-        seen = descriptors.visible(mask)
+    def seen() -> torch.Tensor:
+        found = descriptors.visible(mask)
         if bounds:
             starts = torch.tensor(bounds, dtype=torch.int64, device=mask.device)
             number = torch.bucketize(torch.arange(q_len, device=mask.device), starts, right=True)
-            seen = seen & (number[:, None] == number)
-        return index_arrays(rows, None), seen.expand(batch, 1, q_len, kv_len).reshape(-1)
+            found = found & (number[:, None] == number)
+        return found.expand(batch, 1, q_len, kv_len).reshape(-1)
 
-    return _run(operands, (operands.k, operands.v), None, (identity, batch, q_len, bounds), planned)
+    rows = descriptors.whole(batch, q_len, [kv_len] * batch, causal=False, window_left=-1)
+    return run_rows(operands, rows, (identity, bounds), seen)
 
 
-def _run(
-    operands: Operands,
-    kv: tuple[torch.Tensor, torch.Tensor],
-    band: tuple[bool, int] | None,
-    content: tuple[Hashable, ...],
-    planned: Callable[[], tuple[tuple[torch.Tensor, ...], torch.Tensor | None]],
-) -> torch.Tensor:
-    """Run the plan for `content`, made where there is none of it; returns `[batch, q_len, heads, head_dim]`.
-
-    `kv`: pages. `band`: causal and window_left; None: there is a mask. `planned`: index arrays and mask of a plan.
-    Scales are factors of a run: layers of different scales share a plan.
+def _session(place: Place, operands: Operands, kind: tuple[PlanOptions, bool], content: Hashable) -> Session:
+    """Return the session planned for `content`, or the least recently used one of a kind: options, and whether there is
+    a mask.
     """
-    batch, heads, q_len, width = operands.q.shape
-    device, dtype = operands.q.device, operands.q.dtype
-    sizes, (causal, window_left) = (heads, kv[0].shape[1], width, kv[1].shape[3]), band or (False, -1)
-    options = PlanOptions(*sizes, dtype, dtype, dtype, "NONE", causal, window_left, operands.soft_cap, 1.0)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    structure, page_size = Structure(device, stream, operands.backend, options, band is None), kv[0].shape[2]
-    with _lock:
-        session = _session(structure, (page_size, *content))
-        if session.content is None:
-            (qo_indptr, kv_indptr, indices, last_page_len), mask = planned()
-            where = qo_indptr, kv_indptr, indices.to(device, non_blocking=True), last_page_len
-            session.wrapper.plan(*where, page_size=page_size, custom_mask=mask, **options._asdict())
-            session.content = page_size, *content
-        query = operands.q.transpose(1, 2).reshape(batch * q_len, heads, width)
-        out = session.wrapper.run(query, kv, q_scale=operands.scale, sinks=operands.sinks)
-    assert isinstance(out, torch.Tensor)
-    return out.view(batch, q_len, heads, -1)
+    workspace, (options, masked), keys = workspaces.of_stream(operands.q.device), kind, []
+    for number in range(PLANS_PER_KIND):
+        # The plan of each pass has another page size, that of its cache: the key says only that there are pages.
+        keys.append(Structure(operands.backend, 1, 0, options, (masked, number)))
+        session = place.sessions.get(keys[-1])
+        if session is None or session.content == content:
+            return place.session(workspace, keys[-1])
+    return place.session(workspace, next(key for key in place.sessions if key in keys))
 
 
 # ---- keys and values as pages, without copies

@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from cute_attn.integrations.vllm import NAME, support
-from cute_attn.integrations.vllm.attention import EncoderAttention, LayerAttention, has_standard_slopes
+from cute_attn.integrations.vllm.attention import LayerAttention, has_standard_slopes
 from cute_attn.integrations.vllm.metadata import Batch, Sessions, StepMetadata, split_decodes, workspaces
 from cute_attn.integrations.vllm.support import Layer
 from cute_attn.request.settings import HALF
@@ -29,7 +29,7 @@ from cute_attn.request.settings import HALF
 ENCODERS = AttentionType.ENCODER, AttentionType.ENCODER_ONLY
 
 
-class CuteAttnImpl(AttentionImpl):
+class CuteAttnImpl(LayerAttention, AttentionImpl):
     """Self-attention and cross attention of decoders over the paged cache, and self-attention of encoders. vLLM makes
     one per layer.
 
@@ -62,8 +62,7 @@ class CuteAttnImpl(AttentionImpl):
         self.sliding_window = None if sliding_window is None else (sliding_window - 1, 0)
         self.logits_soft_cap = logits_soft_cap
         self.alibi_slopes = alibi_slopes
-        self.sinks = sinks
-        layer = Layer(
+        traits = Layer(
             num_heads,
             head_size,
             self.scale,
@@ -73,71 +72,17 @@ class CuteAttnImpl(AttentionImpl):
             soft_cap=logits_soft_cap or 0.0,
             alibi=has_standard_slopes(alibi_slopes, num_heads),
             sinks=sinks is not None,
+            encoder=attn_type in ENCODERS,
         )
-        self.attention: LayerAttention | EncoderAttention
-        if attn_type in ENCODERS:
-            self.attention = EncoderAttention(layer, envs.VLLM_BATCH_INVARIANT)
-            return
         capability = current_platform.get_device_capability()
-        self.attention = LayerAttention(
-            layer,
+        LayerAttention.__init__(
+            self,
+            traits,
             get_current_vllm_config().model_config.dtype,
             None if capability is None else (capability.major, capability.minor),
-            batch_invariant=envs.VLLM_BATCH_INVARIANT,
+            envs.VLLM_BATCH_INVARIANT,
+            sinks,
         )
-
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Take the sinks as float32, which kernels read: once, not in every step. Again after new weights."""
-        if self.sinks is None or isinstance(self.attention, EncoderAttention):
-            return
-        if self.attention.sinks is None:
-            self.attention.sinks = self.sinks.to(torch.float32)
-        else:
-            self.attention.sinks.copy_(self.sinks)  # captured graphs keep its address
-
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        attn_metadata: StepMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute the step's attention into `output` and return it.
-
-        `query` and `output` are `[tokens, num_heads, head_size]`. Keys and values are read from `kv_cache`, into which
-        `do_kv_cache_update`, or the layer that this one shares a cache with, has written them. Without metadata, which
-        is a profiling run, the output is 0.
-        """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("quantised output is not supported: output_scale and output_block_scale")
-        if attn_metadata is None:
-            return output.fill_(0)
-        if isinstance(self.attention, EncoderAttention):
-            assert key is not None
-            assert value is not None
-            self.attention.run(query, key, value, attn_metadata, output)
-            return output
-        scales = layer._k_scale_float, layer._v_scale_float
-        clamps_ranges = getattr(layer, "mm_prefix_clamp_sliding_window", False)
-        self.attention.run(query, kv_cache, attn_metadata, output, *scales, clamps_ranges)
-        return output
-
-    def do_kv_cache_update(
-        self,
-        layer: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Write keys and values `[tokens, num_kv_heads, head_size]` to the slots; rows of slots < 0 are padding."""
-        if isinstance(self.attention, LayerAttention):  # encoders have no cache
-            self.attention.write(key, value, kv_cache, slot_mapping, (layer._k_scale, layer._v_scale))
 
 
 class CuteAttnMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
@@ -159,10 +104,9 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
         that a capture follows.
         """
         layers = vllm_config.compilation_config.static_forward_context.values()
-        found = [impl.attention for layer in layers if isinstance(impl := getattr(layer, "impl", None), CuteAttnImpl)]
-        of_decoders = [attention for attention in found if isinstance(attention, LayerAttention)]
-        planned = any(attention.plans_decode for attention in of_decoders)
-        if len(of_decoders) < len(found) or (planned and not getattr(vllm_config, "use_v2_model_runner", False)):
+        found = [impl for layer in layers if isinstance(impl := getattr(layer, "impl", None), CuteAttnImpl)]
+        follows = getattr(vllm_config, "use_v2_model_runner", False)
+        if any(impl.traits.encoder or (impl.plans_decode and not follows) for impl in found):
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_BATCH
 

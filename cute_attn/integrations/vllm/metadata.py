@@ -208,11 +208,10 @@ def token_ranges(batch: Batch, first: int, spans: Spans) -> torch.Tensor | None:
 
 
 class Sessions:
-    """The wrappers of a KV cache group: one for each type of its layers. `backend`: of all calls, "auto" by default."""
+    """The wrappers of a KV cache group: one for each type of its layers."""
 
-    def __init__(self, workspaces: Workspaces, backend: str = "auto") -> None:
+    def __init__(self, workspaces: Workspaces) -> None:
         self.workspaces = workspaces
-        self.backend = backend
         self.plans = StepPlans(self._wrapper)
 
     def _wrapper(self, key: tuple[LayerType, bool, Size | None, bool]) -> Any:
@@ -220,19 +219,19 @@ class Sessions:
         for plans that are part of a CUDA graph of decodes. Those of all requests and of some have one each.
         """
         (options, page_size, _), ranges, size, _ = key
-        workspace, backend = self.workspaces.planned, self.backend
+        workspace = self.workspaces.planned
         if not page_size:
-            return BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
+            return BatchPrefillWithRaggedKVCacheWrapper(workspace)
         if ranges:
             names = "pos_encoding_mode", "q_data_type", "kv_data_type", "head_dim_qk", "head_dim_vo"
             fixed = {name: getattr(options, name) for name in names}
-            return BatchPrefillWithCausalBidirectionalRangesWrapper(workspace, KV_LAYOUT, backend=backend, **fixed)
+            return BatchPrefillWithCausalBidirectionalRangesWrapper(workspace, KV_LAYOUT, **fixed)
         if size is None:
-            return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, backend=backend)
+            return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT)
         count, _, width = size
         lengths = (count + 1, count + 1, count * width + 1, count)
         qo, kv, indices, last = (torch.zeros(n, dtype=torch.int32, device=workspace.device) for n in lengths)
-        return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, True, qo, kv, indices, last, backend=backend)
+        return BatchPrefillWithPagedKVCacheWrapper(workspace, KV_LAYOUT, True, qo, kv, indices, last)
 
 
 @dataclass(eq=False)

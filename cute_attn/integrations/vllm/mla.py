@@ -71,37 +71,22 @@ class CuteAttnMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Cute
 
 
 class CuteAttnMLAImpl(MLACommonImpl[MLACommonMetadata[CuteAttnMLADecodeMetadata]]):
-    """The latent attention of a layer. Parameters are vLLM's; NotImplementedError for what no kernel supports."""
+    """The latent attention of a layer. Parameters are vLLM's, all by name; NotImplementedError for what no kernel
+    supports.
+    """
 
     can_return_lse_for_decode = True
     lse_base_on_e = True
     supports_dcp = True
     supports_pcp = False
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **mla_args: Any,
-    ) -> None:
-        super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
-            attn_type, kv_sharing_target_layer_name, **mla_args,
-        )  # fmt: skip
-        odd = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
-        for name, value in odd.items():
-            if value is not None:
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name in ("alibi_slopes", "sliding_window", "logits_soft_cap"):
+            if (value := options[name]) is not None:
                 raise NotImplementedError(f"latent attention has no {name}, got {value!r}: use another backend")
-        if attn_type != AttentionType.DECODER:
-            raise NotImplementedError(f"latent attention must have attn_type 'decoder', got {attn_type!r}")
+        if options["attn_type"] != AttentionType.DECODER:
+            raise NotImplementedError(f"latent attention must have attn_type 'decoder', got {options['attn_type']!r}")
         if (self.kv_lora_rank, self.qk_rope_head_dim) != latent.DIMS:
             raise NotImplementedError(
                 f"kv_lora_rank and qk_rope_head_dim must be {latent.DIMS}, got {self.kv_lora_rank} and "

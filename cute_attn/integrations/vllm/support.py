@@ -36,6 +36,7 @@ class Layer(NamedTuple):
     soft_cap: float = 0.0
     alibi: bool = False
     sinks: bool = False
+    encoder: bool = False  # its keys are those of the query tokens, all of which see each other
 
     @property
     def pos_encoding_mode(self) -> str:
