@@ -223,7 +223,7 @@ class BatchLengths:
     @functools.cached_property
     def total_kv(self) -> int:
         """Keys of all requests."""
-        return int(self.kv_len.cumsum().item(-1)) if len(self.kv_len) else 0  # a fourth of the time of `sum`
+        return total(self.kv_len)
 
 
 UNLIMITED = 1 << 62  # bytes or records
@@ -397,6 +397,11 @@ def largest(numbers: np.ndarray) -> int:
 def smallest(numbers: np.ndarray) -> int:
     """Return the smallest of a few integers, in a fourth of the time of an array's `min`."""
     return int(numbers.item(numbers.argmin()))
+
+
+def total(numbers: np.ndarray) -> int:
+    """Return the sum of a few integers, in less than the time of an array's `sum`."""
+    return int(numbers.cumsum().item(-1)) if len(numbers) else 0
 
 
 def draft_mask_bytes(qo_len: int) -> int:
