@@ -297,7 +297,6 @@ class GraphLimits(NamedTuple):
     max_rows: int  # query tokens
     max_kv_tokens: int
     max_qo_len: int | None = None  # most query tokens of a request, where known (decode): allows a smaller launch
-    max_kv_len: int | None = None  # most keys of a request, where the host knows all lengths
 
 
 class BatchLimits(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 
 from cute_attn.dispatch import emulator
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.planner import Planner, Room, memory_sizes
+from cute_attn.kernels.host.planner import Planner, Room
 from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, GraphLimits
 from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.staging import Staging
@@ -138,8 +138,7 @@ def launch(
     if gpu.device_index == CPU:
         staging.write_within(functools.partial(emulator.writing, lengths, staging))
     staging.send()
-    size = sum(memory_sizes(room)[0])
-    return records[:size].cpu().numpy(), staging.memory[2][:2].tolist()
+    return records[: room.memory[1]].cpu().numpy(), staging.memory[2][:2].tolist()
 
 
 def difference(case: Case, gpu: Gpu, device: str, staging: Staging | None = None, on_host: bool = False) -> str | None:

@@ -112,14 +112,22 @@ class TiledFamily(Generic[T]):
         return [attention, combine] if split else [attention]
 
     def schedule(
-        self, settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch, sms: int
+        self,
+        settings: Settings,
+        lengths: BatchLengths | DeviceLengths,
+        limits: BatchLimits,
+        arch: Arch,
+        sms: int,
+        before: BatchSchedule[T] | None = None,
     ) -> BatchSchedule[T] | None:
-        """Returns the launches of a batch; None where lengths on the device might need more than the planner kernel, or
-        the workspace, has room for.
+        """Returns the launches of a batch, those of `before` if they are the same; None where lengths on the device
+        might need more than the planner kernel, or the workspace, has room for.
         """
         known = lengths if isinstance(lengths, BatchLengths) else None
         tiling = self.tiling(settings, size_of(known or NO_LENGTHS, limits), arch, sms)
         room = Room.bounded(tiling.params, limits) if known is None else Room.of(known, tiling.params, limits)
+        if before is not None and before.tiling is tiling and before.room == room:
+            return before
         return None if room is None else BatchSchedule.of(tiling, room, sms)
 
     def plan(
@@ -165,11 +173,10 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
 
     def _follow(self, schedule: BatchSchedule[T], lengths: BatchLengths | DeviceLengths) -> None:
         """Makes the launches those of a schedule, which the planner kernel is to write."""
-        tiling = schedule.tiling
-        planner = prepared(Planner, tiling.params, self.settings.page_size, self.gpu)
+        planner = prepared(Planner, schedule.tiling.params, self.settings.page_size, self.gpu)
         self.lengths = lengths  # a captured graph reads those on the device
         self.records = planner.placed(lengths, schedule.room, self.staging, self.limits.keeps_address)
-        self.schedule = self.version = schedule
+        self.schedule = self.version = schedule  # a room that is the same has its records where they were
 
     def kernel(self, settings: Settings) -> PreparedKernel:
         return self._kernel(self.schedule, settings)
@@ -186,7 +193,7 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         if not (isinstance(self.lengths, BatchLengths) and isinstance(lengths, BatchLengths)):
             return None
         before = self.schedule
-        now = self.family.schedule(self.settings, lengths, self.limits, self.gpu.arch, self.gpu.sms)
+        now = self.family.schedule(self.settings, lengths, self.limits, self.gpu.arch, self.gpu.sms, before)
         assert now is not None  # of lengths on the host
         same_kernel = now.tiling is before.tiling and now.merges == before.merges
         if not same_kernel:

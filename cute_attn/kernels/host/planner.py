@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -48,25 +48,27 @@ COUNTS = 4  # int32 numbers: items and merges of the schedule, two unused
 NOTHING = np.empty(0, np.int64)
 
 
-class Room(NamedTuple):
+@dataclass
+class Room:
     """Sizes of a schedule, and of what the kernel may read and write for it."""
 
     capacity: Capacity
-    sizes: GraphLimits
+    batch_size: int
+    rows: int  # query tokens
+    longest_qo: int  # most query tokens of a request
     tiles: int  # query tiles
     chunk: int  # kv tiles of splits of a fixed size, or 0
+    longest_kv: int | None  # most keys of a request, of lengths on the device
 
     @classmethod
     def of(cls, lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> Room:
         """Return the room for lengths on the host. Raises what hinders their schedule."""
-        sizes = (limits.graph or room_for(lengths))._replace(max_kv_len=lengths.longest_kv)
-        tiles, chunk = max_query_tiles(sizes, params), fixed_chunk(params, limits)
-        room = cls(capacity_for(lengths, params, limits), sizes, tiles, chunk)
-        if not room.is_countable(params):
+        room = cls.within(limits.graph or room_for(lengths), capacity_for(lengths, params, limits), params, limits)
+        if not room.is_countable(params, lengths.longest_kv):
             raise RuntimeArgumentError(
                 f"a batch must have at most {MAX_TILES} query tiles and splits of them, and {MAX_PRODUCT} for all kv "
-                f"heads, got {max(tiles, room.capacity.items)} for {lengths.rows} query tokens and requests of up to "
-                f"{lengths.longest_kv} keys: plan fewer requests at a time"
+                f"heads, got {max(room.tiles, room.capacity.items)} for {lengths.rows} query tokens and requests of up "
+                f"to {lengths.longest_kv} keys: plan fewer requests at a time"
             )
         return room
 
@@ -75,27 +77,47 @@ class Room(NamedTuple):
         """Return the room for all batches within `limits.graph`; None where one might need more than the kernel counts,
         or splits of a fixed size that do not fit the workspace or a merge.
         """
-        graph, chunk = limits.graph, fixed_chunk(params, limits)
+        graph = limits.graph
         assert graph is not None
-        room = cls(record_capacity(params, limits), graph, max_query_tiles(graph, params), chunk)
-        if not room.is_countable(params):
+        longest_kv = min(graph.max_kv_tokens, MAX_KV_LEN)
+        room = cls.within(graph, record_capacity(params, limits), params, limits, longest_kv)
+        if not room.is_countable(params, longest_kv):
             return None
+        chunk, slots = room.chunk, limits.workspace_bytes // params.partial_bytes
         parts = ceil_div(ceil_div(graph.max_kv_tokens, params.cols), chunk) if chunk else 1
-        slots = limits.workspace_bytes // params.partial_bytes
         fits = parts <= 1 or (parts <= MAX_SPLITS and max_fixed_size_splits(graph, params, chunk) <= slots)
         return room if fits else None
 
-    @property
-    def longest_kv(self) -> int:
-        """Most keys of a request."""
-        most = self.sizes.max_kv_len
-        return min(self.sizes.max_kv_tokens, MAX_KV_LEN if most is None else most)
+    @classmethod
+    def within(
+        cls,
+        sizes: GraphLimits,
+        capacity: Capacity,
+        params: SchedulerParams,
+        limits: BatchLimits,
+        longest_kv: int | None = None,
+    ) -> Room:
+        """Return the room for batches of such sizes."""
+        batch_size, rows, _, longest_qo = sizes
+        longest_qo = rows if longest_qo is None else longest_qo
+        tiles, chunk = max_query_tiles(sizes, params), fixed_chunk(params, limits)
+        return cls(capacity, batch_size, rows, longest_qo, tiles, chunk, longest_kv)
 
-    def is_countable(self, params: SchedulerParams) -> bool:
+    def is_countable(self, params: SchedulerParams, longest_kv: int) -> bool:
         """Tell whether records and products of them fit the kernel's integers."""
-        items, kv_tiles = self.capacity.items, ceil_div(self.longest_kv, params.cols)
+        items, kv_tiles = self.capacity.items, ceil_div(longest_kv, params.cols)
         unsigned = kv_tiles * MAX_SPLITS <= 2 * MAX_PRODUCT
         return unsigned and items * params.num_kv_heads <= MAX_PRODUCT and max(self.tiles, items) <= MAX_TILES
+
+    @functools.cached_property
+    def memory(self) -> tuple[int, int, tuple[int, ...]]:
+        """The int32 numbers of items, those of items and merges, and where the arrays that the kernel keeps for itself
+        begin, and the last one ends: 16-byte alignment.
+        """
+        (items, merges, _), batch = self.capacity, self.batch_size
+        sizes = COUNTS, batch + 1, batch, max(items, batch), 4 * self.tiles, 4 * items
+        starts = itertools.accumulate((-(-size // 4) * 4 for size in sizes), initial=0)
+        return items * ITEM_INTS, items * ITEM_INTS + merges * MERGE_INTS, (*starts,)
 
 
 class Planner:
@@ -120,37 +142,31 @@ class Planner:
         their addresses stay.
         """
         if isinstance(lengths, BatchLengths):
-            uploaded, read = _upload(lengths, room.sizes.max_rows + self.params.rows, staging, fixed)
+            uploaded, read = _upload(lengths, room.rows + self.params.rows, staging, fixed)
         else:
             uploaded, read = staging.uploaded, _on_device(lengths)
-        sizes, scratch = memory_sizes(room)
-        records, kept, fresh = staging.written_on_device(sum(sizes), scratch[-1], (sizes, scratch), fixed)
-        items = records.data_ptr()
-        memory = items, items + 4 * sizes[0], *(kept.data_ptr() + 4 * start for start in scratch[:-1])
-        settled = (1, 1, 1), self.values(room), memory
+        of_items, of_records, (*starts, scratch) = layout = room.memory
+        records, kept, fresh = staging.written_on_device(of_records, scratch, layout, fixed)
+        items, counts = records.data_ptr(), kept.data_ptr()
+        memory = items, items + 4 * of_items, *[counts + 4 * start for start in starts]
+        settled = (1, 1, 1), self.values(room, lengths), memory
         staging.write(functools.partial(self, (*read, int(fresh)), settled))
         return records, uploaded
 
-    def values(self, room: Room) -> Values:
+    def values(self, room: Room, lengths: BatchLengths | DeviceLengths) -> Values:
         """Return the values of ROOM_FIELDS."""
-        sizes, (items, merges, partials) = room.sizes, room.capacity
-        pages = max(ceil_div(room.longest_kv, self.page_size), 1)
-        chunk = min(room.chunk, ceil_div(room.longest_kv, self.params.cols) + 1)
-        return sizes.batch_size, sizes.max_rows, pages, chunk, room.tiles, items, merges, min(partials, MAX_PRODUCT)
+        longest, (items, merges, partials) = room.longest_kv, room.capacity
+        if longest is None:
+            longest = lengths.longest_kv
+        assert longest is not None
+        pages, chunk = ceil_div(longest, self.page_size) or 1, room.chunk
+        if chunk:
+            chunk = min(chunk, ceil_div(longest, self.params.cols) + 1)
+        return room.batch_size, room.rows, pages, chunk, room.tiles, items, merges, min(partials, MAX_PRODUCT)
 
     def __call__(self, lengths: Values, settled: tuple[object, ...]) -> None:
         """Launch the kernel on the current stream."""
         self.launch.fire(current_stream(self.device_index), lengths, settled)
-
-
-def memory_sizes(room: Room) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Return the int32 numbers of items and of merges, and where the arrays that the kernel keeps for itself begin, and
-    the last one ends: 16-byte alignment.
-    """
-    (items, merges, _), batch = room.capacity, room.sizes.batch_size
-    sizes = COUNTS, batch + 1, batch, max(items, batch), 4 * room.tiles, 4 * items
-    starts = itertools.accumulate((-(-size // 4) * 4 for size in sizes), initial=0)
-    return (items * ITEM_INTS, merges * MERGE_INTS), (*starts,)
 
 
 def _on_device(lengths: DeviceLengths) -> Values:
