@@ -179,15 +179,12 @@ def _upload(lengths: BatchLengths, max_rows: int, staging: Staging, fixed: bool)
     """Prepare a copy of key bounds, of which there are `max_rows` rows, and of lengths; return its memory, and the
     values of LENGTH_FIELDS but the last.
     """
-    bounds, masks = NOTHING, NOTHING
-    if lengths.key_bounds is not None:
-        bounds = np.pad(lengths.key_bounds.ravel(), (0, 2 * (max_rows - len(lengths.key_bounds))))
-    if lengths.mask_offset is not None:
-        masks = lengths.mask_offset.view(np.int32)  # low and high halves
-    parts = bounds, lengths.qo_indptr, lengths.kv_start, lengths.kv_len, masks
-    ints = staging.reserve(sum(map(len, parts)))
-    np.concatenate(parts, out=ints)
-    uploaded = staging.upload(ints, fixed)
-    starts = itertools.accumulate(map(len, parts[:-1]), initial=uploaded.data_ptr() // 4)
-    _, qo_indptr, kv_start, kv_len, mask_offset = (4 * start for start in starts)
-    return uploaded, (qo_indptr, kv_start, 0, kv_len, mask_offset if len(masks) else 0, 0, lengths.kv_end)
+    keys, mask = lengths.key_bounds, lengths.mask_offset
+    bounds = NOTHING if keys is None else np.pad(keys.ravel(), (0, 2 * (max_rows - len(keys))))
+    masks = NOTHING if mask is None else mask.view(np.int32)  # low and high halves
+    uploaded = staging.upload(bounds, lengths.qo_indptr, lengths.kv_start, lengths.kv_len, masks, fixed=fixed)
+    requests, qo_indptr = lengths.batch_size, uploaded.data_ptr() + 4 * len(bounds)
+    kv_start = qo_indptr + 4 * (requests + 1)
+    kv_len = kv_start + 4 * requests
+    mask_offset = kv_len + 4 * requests if len(masks) else 0
+    return uploaded, (qo_indptr, kv_start, 0, kv_len, mask_offset, 0, lengths.kv_end)
