@@ -136,7 +136,7 @@ class SingleRun(Runner, Generic[T]):
             splits, to_merge = schedule.num_splits, qo_len * self.num_qo_heads
             merge_grid, *rows = rows_of_warps(to_merge, self.sms)
             numbers, output = (*rows, qo_len, splits), combine.output
-            to_combine = merge_grid, output.strides(out), numbers, (output.v_scale(settings),)
+            to_combine = prepared(tuple, (merge_grid, output.strides(out), numbers, (output.v_scale(settings),)))
             combined = combine.launches.of(roles), to_combine, to_merge * splits * 4 * self.head_dim_vo
         attention, partials = kernel.attention.of(roles), schedule.partial_bytes // q.element_size()
         return Work(kernel, attention, addresses, settled, partials, combined, schedule, most_keys)
