@@ -55,11 +55,6 @@ def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
     return ceil_div(rows, requests) if requests else limits.max_qo_len or 0
 
 
-def room_for(lengths: BatchLengths) -> GraphLimits:
-    """Returns the sizes that a launch for these lengths alone needs."""
-    return GraphLimits(lengths.batch_size, lengths.rows, lengths.total_kv, lengths.longest_qo)
-
-
 def orders_by_l2(params: SchedulerParams, items: int, late: int) -> bool:
     """Tells whether items are ordered by L2 group before length: not in few waves, the last of which would end late;
     nor where so many query tiles have parts that come last, as the cost model wants them.

@@ -55,7 +55,8 @@ class BatchSchedule(Generic[T_co]):
     def of(cls, tiling: Tiling[T_co], room: Room, sms: int) -> BatchSchedule[T_co]:
         """Returns the schedule with launches for what there is room for."""
         params, (items, merges, partials) = tiling.params, room.capacity
-        rows_per_merge = min(params.rows, room.longest_qo * params.group_size)
+        most = room.sizes.max_rows if room.sizes.max_qo_len is None else room.sizes.max_qo_len
+        rows_per_merge = min(params.rows, most * params.group_size)
         total = items * params.num_kv_heads
         groups = min(total, params.resident_ctas) if tiling.order else total
         return cls(

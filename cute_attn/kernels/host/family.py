@@ -15,15 +15,7 @@ from cute_attn.kernels.host.planner import Planner, Room
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
 from cute_attn.kernels.rules import Rule
-from cute_attn.problem import (
-    NO_LENGTHS,
-    BatchLengths,
-    BatchLimits,
-    DeviceLengths,
-    Features,
-    Problem,
-    Settings,
-)
+from cute_attn.problem import NO_LENGTHS, BatchLengths, BatchLimits, Features, Lengths, Problem, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Values
 from cute_attn.runtime.spec import KernelSpec
@@ -114,7 +106,7 @@ class TiledFamily(Generic[T]):
     def schedule(
         self,
         settings: Settings,
-        lengths: BatchLengths | DeviceLengths,
+        lengths: Lengths,
         limits: BatchLimits,
         arch: Arch,
         sms: int,
@@ -131,12 +123,7 @@ class TiledFamily(Generic[T]):
         return None if room is None else BatchSchedule.of(tiling, room, sms)
 
     def plan(
-        self,
-        settings: Settings,
-        lengths: BatchLengths | DeviceLengths,
-        limits: BatchLimits,
-        staging: Staging,
-        gpu: Gpu,
+        self, settings: Settings, lengths: Lengths, limits: BatchLimits, staging: Staging, gpu: Gpu
     ) -> SplitKvBatchRun[T] | None:
         """Returns a callable that runs batches of these settings and lengths; None: `schedule`."""
         schedule = self.schedule(settings, lengths, limits, gpu.arch, gpu.sms)
@@ -160,7 +147,7 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         self,
         family: TiledFamily[T],
         settings: Settings,
-        lengths: BatchLengths | DeviceLengths,
+        lengths: Lengths,
         limits: BatchLimits,
         staging: Staging,
         gpu: Gpu,
@@ -171,7 +158,7 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         self._kernel(schedule, settings)
         self._follow(schedule, lengths)
 
-    def _follow(self, schedule: BatchSchedule[T], lengths: BatchLengths | DeviceLengths) -> None:
+    def _follow(self, schedule: BatchSchedule[T], lengths: Lengths) -> None:
         """Makes the launches those of a schedule, which the planner kernel is to write."""
         planner = prepared(Planner, schedule.tiling.params, self.settings.page_size, self.gpu)
         self.lengths = lengths  # a captured graph reads those on the device
@@ -186,7 +173,7 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         tile, heads = tiling.tile, tiling.params.group_size
         return prepared(self.family.loaded, settings.unscaled, tile, heads, schedule.merges, self.gpu)
 
-    def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
+    def again(self, lengths: Lengths) -> bool | None:
         """Replaces the lengths of the requests. Returns whether the kernels are the same; None, and nothing is
         replaced, if the host does not know the lengths.
         """

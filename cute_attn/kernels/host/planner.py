@@ -17,7 +17,7 @@ from cute_attn.errors import RuntimeArgumentError
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import Fields
 from cute_attn.kernels.plan.spec import PlanSpec
-from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, GraphLimits
+from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, GraphLimits, Lengths
 from cute_attn.request.settings import MAX_KV_LEN
 from cute_attn.runtime.launch import Values, current_stream
 from cute_attn.runtime.staging import Staging
@@ -27,7 +27,6 @@ from cute_attn.schedule.batch import (
     max_fixed_size_splits,
     max_query_tiles,
     record_capacity,
-    room_for,
 )
 from cute_attn.schedule.params import Capacity, SchedulerParams
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS
@@ -53,22 +52,21 @@ class Room:
     """Sizes of a schedule, and of what the kernel may read and write for it."""
 
     capacity: Capacity
-    batch_size: int
-    rows: int  # query tokens
-    longest_qo: int  # most query tokens of a request
+    sizes: GraphLimits  # keys only where the host does not know the lengths
     tiles: int  # query tiles
     chunk: int  # kv tiles of splits of a fixed size, or 0
-    longest_kv: int | None  # most keys of a request, of lengths on the device
 
     @classmethod
     def of(cls, lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> Room:
         """Return the room for lengths on the host. Raises what hinders their schedule."""
-        room = cls.within(limits.graph or room_for(lengths), capacity_for(lengths, params, limits), params, limits)
+        sizes = limits.graph or GraphLimits(lengths.batch_size, lengths.rows, 0, lengths.longest_qo)
+        tiles, chunk = max_query_tiles(sizes, params), fixed_chunk(params, limits)
+        room = cls(capacity_for(lengths, params, limits), sizes, tiles, chunk)
         if not room.is_countable(params, lengths.longest_kv):
             raise RuntimeArgumentError(
                 f"a batch must have at most {MAX_TILES} query tiles and splits of them, and {MAX_PRODUCT} for all kv "
-                f"heads, got {max(room.tiles, room.capacity.items)} for {lengths.rows} query tokens and requests of up "
-                f"to {lengths.longest_kv} keys: plan fewer requests at a time"
+                f"heads, got {max(tiles, room.capacity.items)} for {lengths.rows} query tokens and requests of up to "
+                f"{lengths.longest_kv} keys: plan fewer requests at a time"
             )
         return room
 
@@ -77,31 +75,20 @@ class Room:
         """Return the room for all batches within `limits.graph`; None where one might need more than the kernel counts,
         or splits of a fixed size that do not fit the workspace or a merge.
         """
-        graph = limits.graph
+        graph, chunk = limits.graph, fixed_chunk(params, limits)
         assert graph is not None
-        longest_kv = min(graph.max_kv_tokens, MAX_KV_LEN)
-        room = cls.within(graph, record_capacity(params, limits), params, limits, longest_kv)
-        if not room.is_countable(params, longest_kv):
+        room = cls(record_capacity(params, limits), graph, max_query_tiles(graph, params), chunk)
+        if not room.is_countable(params, room.most_keys):
             return None
-        chunk, slots = room.chunk, limits.workspace_bytes // params.partial_bytes
         parts = ceil_div(ceil_div(graph.max_kv_tokens, params.cols), chunk) if chunk else 1
+        slots = limits.workspace_bytes // params.partial_bytes
         fits = parts <= 1 or (parts <= MAX_SPLITS and max_fixed_size_splits(graph, params, chunk) <= slots)
         return room if fits else None
 
-    @classmethod
-    def within(
-        cls,
-        sizes: GraphLimits,
-        capacity: Capacity,
-        params: SchedulerParams,
-        limits: BatchLimits,
-        longest_kv: int | None = None,
-    ) -> Room:
-        """Return the room for batches of such sizes."""
-        batch_size, rows, _, longest_qo = sizes
-        longest_qo = rows if longest_qo is None else longest_qo
-        tiles, chunk = max_query_tiles(sizes, params), fixed_chunk(params, limits)
-        return cls(capacity, batch_size, rows, longest_qo, tiles, chunk, longest_kv)
+    @property
+    def most_keys(self) -> int:
+        """Of a request, where the host does not know the lengths."""
+        return min(self.sizes.max_kv_tokens, MAX_KV_LEN)
 
     def is_countable(self, params: SchedulerParams, longest_kv: int) -> bool:
         """Tell whether records and products of them fit the kernel's integers."""
@@ -114,7 +101,7 @@ class Room:
         """The int32 numbers of items, those of items and merges, and where the arrays that the kernel keeps for itself
         begin, and the last one ends: 16-byte alignment.
         """
-        (items, merges, _), batch = self.capacity, self.batch_size
+        (items, merges, _), batch = self.capacity, self.sizes.batch_size
         sizes = COUNTS, batch + 1, batch, max(items, batch), 4 * self.tiles, 4 * items
         starts = itertools.accumulate((-(-size // 4) * 4 for size in sizes), initial=0)
         return items * ITEM_INTS, items * ITEM_INTS + merges * MERGE_INTS, (*starts,)
@@ -134,35 +121,30 @@ class Planner:
         kernel = gpu.loaded(PlanSpec(), enable_pdl=False)
         self.launch = kernel.bind(static, LENGTH_FIELDS, ROOM_FIELDS, MEMORY_FIELDS)
 
-    def placed(
-        self, lengths: BatchLengths | DeviceLengths, room: Room, staging: Staging, fixed: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def placed(self, lengths: Lengths, room: Room, staging: Staging, fixed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Prepare a launch, and return the device memory of the records, and that of what the host uploads: the key
         bounds of multi-item scoring, with zeros for rows of the last tile that do not exist, and the lengths. `fixed`:
         their addresses stay.
         """
         if isinstance(lengths, BatchLengths):
-            uploaded, read = _upload(lengths, room.rows + self.params.rows, staging, fixed)
+            longest_kv = lengths.longest_kv
+            uploaded, read = _upload(lengths, room.sizes.max_rows + self.params.rows, staging, fixed)
         else:
-            uploaded, read = staging.uploaded, _on_device(lengths)
+            longest_kv, uploaded, read = room.most_keys, staging.uploaded, _on_device(lengths)
         of_items, of_records, (*starts, scratch) = layout = room.memory
         records, kept, fresh = staging.written_on_device(of_records, scratch, layout, fixed)
         items, counts = records.data_ptr(), kept.data_ptr()
         memory = items, items + 4 * of_items, *[counts + 4 * start for start in starts]
-        settled = (1, 1, 1), self.values(room, lengths), memory
+        settled = (1, 1, 1), self.values(room, longest_kv), memory
         staging.write(functools.partial(self, (*read, int(fresh)), settled))
         return records, uploaded
 
-    def values(self, room: Room, lengths: BatchLengths | DeviceLengths) -> Values:
+    def values(self, room: Room, longest_kv: int) -> Values:
         """Return the values of ROOM_FIELDS."""
-        longest, (items, merges, partials) = room.longest_kv, room.capacity
-        if longest is None:
-            longest = lengths.longest_kv
-        assert longest is not None
-        pages, chunk = ceil_div(longest, self.page_size) or 1, room.chunk
-        if chunk:
-            chunk = min(chunk, ceil_div(longest, self.params.cols) + 1)
-        return room.batch_size, room.rows, pages, chunk, room.tiles, items, merges, min(partials, MAX_PRODUCT)
+        sizes, (items, merges, partials) = room.sizes, room.capacity
+        pages = max(ceil_div(longest_kv, self.page_size), 1)
+        chunk = min(room.chunk, ceil_div(longest_kv, self.params.cols) + 1)
+        return sizes.batch_size, sizes.max_rows, pages, chunk, room.tiles, items, merges, min(partials, MAX_PRODUCT)
 
     def __call__(self, lengths: Values, settled: tuple[object, ...]) -> None:
         """Launch the kernel on the current stream."""
