@@ -220,7 +220,7 @@ class BatchLengths:
         """Query tokens of each request."""
         return self.qo_indptr[1:] - self.qo_indptr[:-1]
 
-    @functools.cached_property
+    @property
     def total_kv(self) -> int:
         """Keys of all requests."""
         return total(self.kv_len)

@@ -86,7 +86,7 @@ def capacity_for(lengths: BatchLengths, params: SchedulerParams, limits: BatchLi
 
 def _tiles_of_requests(lengths: BatchLengths, params: SchedulerParams) -> np.ndarray:
     """Returns the number of query tiles of each request."""
-    return (lengths.qo_len * params.group_size + (params.rows - 1)) // params.rows
+    return -(lengths.qo_len * -params.group_size // params.rows)
 
 
 def visible_kv_tiles(lengths: BatchLengths, params: SchedulerParams) -> tuple[np.ndarray, np.ndarray]:
