@@ -95,22 +95,22 @@ def visible_kv_tiles(lengths: BatchLengths, params: SchedulerParams) -> tuple[np
     `kernels.blocks.masks.Band` computes the same bounds in a CTA, without the tiles that multi-item scoring hides.
     """
     group, rows, cols, kv_len = params.group_size, params.rows, params.cols, lengths.kv_len
-    causal, position = params.causal, kv_len - lengths.qo_len  # of query token 0
+    causal, visible = params.causal, kv_len - lengths.qo_len + 1  # to query token 0
     if lengths.longest_qo * group <= rows and lengths.with_queries == len(kv_len):
         first_row, causal = np.zeros(len(kv_len), np.int64), False  # one tile each, whose last token sees all keys
     else:
         tiles = _tiles_of_requests(lengths, params)
-        request = np.arange(len(kv_len)).repeat(tiles)
-        first_row = (np.arange(len(request)) - (tiles.cumsum() - tiles).take(request)) * rows
-        kv_len, position = kv_len.take(request), position.take(request)
+        request, rows_before = np.arange(len(kv_len)).repeat(tiles), (tiles.cumsum() - tiles) * rows
+        first_row = np.arange(0, len(request) * rows, rows) - rows_before.take(request)
+        kv_len, visible = kv_len.take(request), visible.take(request)
     stop = kv_len
     if causal:
         last = (first_row + (rows - 1)) // group  # the last token, if it exists
-        stop = np.maximum(np.minimum(last + position + 1, kv_len), 0)
+        stop = np.maximum(np.minimum(last + visible, kv_len), 0)
     begin = np.zeros(len(stop), np.int64)
     if params.window_left >= 0:
-        begin = np.maximum(first_row // group + position - params.window_left, 0) // cols
-    return begin, -(-stop // cols)
+        begin = np.maximum(first_row // group + visible - (params.window_left + 1), 0) // cols
+    return begin, (stop + (cols - 1)) // cols
 
 
 def may_split(lengths: BatchLengths, tiles: int, params: SchedulerParams) -> bool:
@@ -130,8 +130,8 @@ def may_split(lengths: BatchLengths, tiles: int, params: SchedulerParams) -> boo
     if most < 2 * params.min_split_tiles:
         return False
     coarse = max(0, most.bit_length() - TIME_BITS)
-    counts = np.bincount(visible >> coarse)
-    time = np.arange(len(counts)) * (UNIT << coarse) + ITEM_TIME
+    counts, step = np.bincount(visible >> coarse), UNIT << coarse
+    time = np.arange(ITEM_TIME, ITEM_TIME + step * len(counts), step)
     waves = -(counts[::-1].cumsum()[::-1] * -heads // ctas)
     share = int(counts.dot(time)) * heads // ctas
     return (share + COMBINE_TIME) * whole <= largest(waves * time) * less
