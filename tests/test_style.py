@@ -25,7 +25,7 @@ FILES = sorted(path for folder in ("cute_attn", "examples", "perf", "tests") for
 PACKAGE = [path for path in FILES if ROOT / "cute_attn" in path.parents]
 
 # Numbers of today as limits: they fall and never rise.
-MAX_HOST_LINES = 18_859
+MAX_HOST_LINES = 18_858
 HOST_FOLDERS = ("wrappers", "request", "dispatch", "schedule", "xqa", "runtime", "ops")  # with the root and every host/
 MAX_PERF_LINES, MAX_PERF_FILES, MAX_RECORDS = 5_000, 25, 20
 MAX_TEST_LINES = 37_863

@@ -219,16 +219,15 @@ def replay(
         per_k, per_v = entry.per_key
         k_end, v_end = k_at + of_k + kv_len * per_k, v_at + of_v + kv_len * per_v
         apart = [*protected, (q_at, q_at + of_q), (k_at, k_end), (v_at, v_end)]
-        starts = []
-        if entry.other_spans:
-            for x, span in zip(optional + read, entry.other_spans, strict=True):
-                start = 0
-                if x is not None:
-                    if x.is_neg():
-                        return None
-                    start = x.data_ptr()
-                    apart.append((start, start + span))
-                starts.append(start)
+        starts, spans = [], iter(entry.other_spans)  # `zip` that is strict takes twice the time
+        for x in optional + read:
+            start, span = 0, next(spans)
+            if x is not None:
+                if x.is_neg():
+                    return None
+                start = x.data_ptr()
+                apart.append((start, start + span))
+            starts.append(start)
         if workspace is not None:
             if not _is_apart(workspace, of_workspace, ALIGNMENT, apart):
                 return None
