@@ -12,7 +12,7 @@ from cute_attn.kernels.host import gpu
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import Fire, Runner
 from cute_attn.kernels.host.prepared import prepared
-from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, DeviceLengths, Request, Settings
+from cute_attn.problem import UNLIMITED, BatchLengths, BatchLimits, Lengths, Request, Settings
 from cute_attn.runtime.staging import Staging
 
 OTHERS: dict[str, Any] = {"reference": reference, "emulator": emulator}  # what plays the part of a family on a device
@@ -40,9 +40,7 @@ def _runner(settings: Settings, backend: str, load: Load) -> Runner:
     return runner
 
 
-def plan(
-    name: str, settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
-) -> Runner | None:
+def plan(name: str, settings: Settings, lengths: Lengths, limits: BatchLimits, staging: Staging) -> Runner | None:
     """Returns what runs batches of these settings and lengths on a backend; None: `TiledFamily.plan`."""
     if name in FAMILIES:
         return FAMILIES[name].plan(settings, lengths, limits, staging, _gpu_of(settings))

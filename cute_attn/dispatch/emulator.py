@@ -21,12 +21,12 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.operands import ROLES, Fire, Runner, optional_tensors
 from cute_attn.kernels.host.prepared import prepared
 from cute_attn.problem import (
-    BatchLengths,
     BatchLimits,
     BatchProblem,
     DecodeProblem,
     DeviceLengths,
     Extras,
+    Lengths,
     Request,
     Settings,
 )
@@ -54,7 +54,7 @@ def prepare(request_settings: Settings) -> EmulatedRun:
 
 
 @contextlib.contextmanager
-def writing(lengths: BatchLengths | DeviceLengths, staging: Staging) -> Iterator[None]:
+def writing(lengths: Lengths, staging: Staging) -> Iterator[None]:
     """Makes visible to emulated kernels: lengths on the device, and the memory of a plan."""
     written = {f"plan's memory {i}": x for i, x in enumerate(staging.memory) if x.numel()}
     arrays = lengths.arrays() if isinstance(lengths, DeviceLengths) else {}
@@ -63,9 +63,7 @@ def writing(lengths: BatchLengths | DeviceLengths, staging: Staging) -> Iterator
         yield
 
 
-def plan(
-    batch_settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
-) -> EmulatedBatchRun | None:
+def plan(batch_settings: Settings, lengths: Lengths, limits: BatchLimits, staging: Staging) -> EmulatedBatchRun | None:
     """Returns what runs batches of these settings and lengths on the architecture that is emulated now, even
     if another one is emulated later; None: `TiledFamily.plan`.
     """
@@ -87,9 +85,7 @@ def _emulated(asked: Settings, load: Load) -> tuple[KernelFamily, Gpu]:
     return FAMILIES[emulated(asked.features, gpu.arch, load).name], gpu
 
 
-def emulated_batch(
-    asked: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits
-) -> tuple[KernelFamily, Gpu]:
+def emulated_batch(asked: Settings, lengths: Lengths, limits: BatchLimits) -> tuple[KernelFamily, Gpu]:
     """Returns the family whose kernels run a batch, and the GPU that is emulated."""
     return _emulated(asked, load_of_batch(asked, lengths, limits))
 
@@ -141,7 +137,7 @@ class EmulatedBatchRun(EmulatedRun):
         super().__init__(lambda _: planned)
         self.planned, self.on, self.staging = planned, on, staging
 
-    def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
+    def again(self, lengths: Lengths) -> bool | None:
         """Replaces the lengths of the requests, if the kernels can, and the same GPU is emulated, and tells whether
         launches are the same otherwise; else returns None.
         """

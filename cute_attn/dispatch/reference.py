@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from cute_attn.kernels.host.operands import Runner
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Request, Settings
+from cute_attn.problem import BatchLimits, BatchProblem, DeviceLengths, Lengths, Request, Settings
 from cute_attn.reference import attention
 from cute_attn.runtime.staging import Staging
 
@@ -27,9 +27,7 @@ def prepare(settings: Settings) -> ReferenceRun:
     return ReferenceRun(attention.run_decode if settings.features.device_lengths else attention.run)
 
 
-def plan(
-    settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
-) -> ReferenceRun | None:
+def plan(settings: Settings, lengths: Lengths, limits: BatchLimits, staging: Staging) -> ReferenceRun | None:
     """Returns what computes the requests of a batch one after the other, whose lengths are read on the host."""
     if isinstance(lengths, DeviceLengths):
         return None

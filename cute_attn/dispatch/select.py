@@ -31,7 +31,7 @@ from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
 from cute_attn.kernels.xqa.host.variant import rule_of
 from cute_attn.kernels.xqa.spec import WHOLE
-from cute_attn.problem import NO_LENGTHS, BatchLengths, BatchLimits, DeviceLengths, Features, Settings, short
+from cute_attn.problem import NO_LENGTHS, BatchLimits, DeviceLengths, Features, Lengths, Settings, short
 from cute_attn.request.checks import describe
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
@@ -103,7 +103,7 @@ def load_class(settings: Settings, qo_len: int, batch_size: int = 1) -> Load:
     return load if load.rows is None else Load(classes[bisect.bisect(classes, load.rows) - 1], load.whole)
 
 
-def load_of_batch(settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits) -> Load:
+def load_of_batch(settings: Settings, lengths: Lengths, limits: BatchLimits) -> Load:
     """Return `load_class` of a batch: of the longest request where kernels of decode may run it, else a typical one."""
     known = NO_LENGTHS if isinstance(lengths, DeviceLengths) else lengths
     return load_class(settings, limits.max_qo_len or typical_qo_len(known, limits), lengths.batch_size)

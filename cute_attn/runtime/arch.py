@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cute_attn.errors import ArgumentError
 
@@ -16,8 +16,7 @@ _SMEM_227K = 232448
 _SMEM_OF_8X = {0: _SMEM_163K, 7: _SMEM_163K}  # 8.6, 8.9 and any other 8.x: 99 KB
 
 
-@dataclass(frozen=True)
-class Arch:
+class Arch(NamedTuple):
     """One type of device. `name` is the compile target, which capabilities may share (8.6 runs the sm_80 cubin)."""
 
     name: str

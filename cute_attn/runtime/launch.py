@@ -114,7 +114,10 @@ class Bound:
     def values_of(self, tensors: Sequence[torch.Tensor]) -> Values:
         """Returns the values that fields take from tensors."""
         addresses, sizes = self.of_tensors
-        return tuple([tensors[i].data_ptr() for i in addresses] + [tensors[i].numel() for i in sizes])
+        values = [tensors[i].data_ptr() for i in addresses]
+        for i in sizes:
+            values.append(tensors[i].numel())
+        return tuple(values)
 
     def _settle(self, settled: Settled) -> None:
         """Writes a grid and the groups that have changed."""

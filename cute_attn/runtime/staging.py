@@ -175,7 +175,6 @@ class Staging:
         uploaded = empty if target is None else Area(target, fixed=True)
         self._sent = self._next = Areas(uploaded, empty, empty)
         self._writes: list[Callable[[], Any]] = []  # that `send` makes
-        self._reserved: np.ndarray | None = None
 
     @property
     def uploaded(self) -> torch.Tensor:
@@ -193,27 +192,23 @@ class Staging:
         memory = self._buffers[0].memory
         return torch.empty(0, dtype=torch.int32, device="cpu") if memory is None else memory
 
-    def reserve(self, size: int) -> np.ndarray:
-        """Returns uninitialised memory for the numbers of the next upload, which saves that a copy on the host."""
-        self._reserved = self._buffers[0].reserve(size)
-        return self._reserved
+    def upload(self, *arrays: np.ndarray, fixed: bool = False) -> torch.Tensor:
+        """Prepares a copy of flat arrays, one behind the other as int32 numbers, to the front of the device memory, and
+        returns that memory. `fixed`: its address and its size stay from now on, as CUDA graphs need it.
 
-    def upload(self, ints: np.ndarray, fixed: bool = False) -> torch.Tensor:
-        """Prepares a copy of a flat int32 array to the front of the device memory, and returns that memory. `fixed`:
-        its address and its size stay from now on, as CUDA graphs need it.
-
-        The caller may change `ints` afterwards, unless it comes from `reserve`. Numbers of 64 bits become 32.
+        The caller may change the arrays afterwards.
         """
-        size = ints.size
+        size, stop = sum(map(len, arrays)), 0
         area = self._area(self._next.uploaded, size, MIN_CAPACITY, fixed)
         if area is not self._next.uploaded:
             self._next = self._next._replace(uploaded=area)
         self._writes.clear()
         if size:
-            if ints is not self._reserved:
-                self.reserve(size)[:] = ints
+            ints = self._buffers[0].reserve(size)
+            for array in arrays:  # in half of the time of `concatenate`
+                start, stop = stop, stop + len(array)
+                ints[start:stop] = array
             self._writes.append(functools.partial(self._copy, size))
-        self._reserved = None
         return area.memory
 
     def written_on_device(
@@ -259,7 +254,7 @@ class Staging:
     def discard(self) -> None:
         """Forgets what was prepared, also if `send` has failed."""
         self._writes.clear()
-        self._next, self._reserved = self._sent, None
+        self._next = self._sent
 
     def _copy(self, size: int) -> None:
         self._buffers[0].send(self._next.uploaded.memory, size)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
-from cute_attn.problem import BatchLengths, BatchLimits, LaunchSizes
+from cute_attn.problem import BatchLengths, BatchLimits, LaunchSizes, largest, total
 from cute_attn.schedule.constants import COMBINE_TIME, CUT_WORTHWHILE, ITEM_TIME, L2_ORDER_MIN_WAVES, UNIT
 from cute_attn.schedule.params import Capacity, SchedulerParams
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
@@ -19,6 +19,7 @@ from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 EXTRA_WAVES = 2  # waves of items that splits may add to a launch
 MOST_PREFILL_KEYS = 2  # keys per query token of a batch that counts as prefill: a request has few tiles or few keys
 LONG_KEYS = 16384  # of a request: cutting the last wave gains more than a combine launch without work costs
+TIME_BITS = 11  # of the number of kv tiles of a query tile, where times of tiles are compared
 MERGE_ROWS = 16384  # rows of a combine launch, unless one wave of items needs more
 
 
@@ -54,11 +55,6 @@ def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
     return ceil_div(rows, requests) if requests else limits.max_qo_len or 0
 
 
-def room_for(lengths: BatchLengths) -> LaunchSizes:
-    """Returns the sizes that a launch for these lengths alone needs."""
-    return LaunchSizes(lengths.batch_size, lengths.rows, lengths.total_kv, lengths.longest_qo)
-
-
 def orders_by_l2(params: SchedulerParams, items: int, late: int) -> bool:
     """Tells whether items are ordered by L2 group before length: not in few waves, the last of which would end late;
     nor where so many query tiles have parts that come last, as the cost model wants them.
@@ -76,21 +72,21 @@ def capacity_for(lengths: BatchLengths, params: SchedulerParams, limits: BatchLi
     as many as it has.
     """
     chunk, partials = fixed_chunk(params, limits), limits.workspace_bytes // params.partial_bytes
-    if limits.sizes is not None and not chunk:
-        return record_capacity(params, limits)
-    short = lengths.longest_kv <= (2 * params.min_split_tiles - 1) * params.cols
-    if not chunk and (short or limits.disable_split_kv or partials < 2):
-        return Capacity(int(_tiles_of_requests(lengths, params).sum()), 0, 0)
-    begin, end = visible_kv_tiles(lengths, params)
     if chunk:
-        fixed = _fixed_splits(begin, end, chunk, params, limits)
+        fixed = _fixed_splits(*visible_kv_tiles(lengths, params), chunk, params, limits)
         return fixed if limits.sizes is None else record_capacity(params, limits)
-    return _with_splits(len(end), params, partials) if may_split(end - begin, params) else Capacity(len(end), 0, 0)
+    if limits.sizes is not None:
+        return record_capacity(params, limits)
+    tiles = total(_tiles_of_requests(lengths, params))
+    short = lengths.longest_kv <= (2 * params.min_split_tiles - 1) * params.cols
+    if short or limits.disable_split_kv or partials < 2 or not may_split(lengths, tiles, params):
+        return Capacity(tiles, 0, 0)
+    return _with_splits(tiles, params, partials)
 
 
 def _tiles_of_requests(lengths: BatchLengths, params: SchedulerParams) -> np.ndarray:
     """Returns the number of query tiles of each request."""
-    return (lengths.qo_len * params.group_size + (params.rows - 1)) // params.rows
+    return -(lengths.qo_len * -params.group_size // params.rows)
 
 
 def visible_kv_tiles(lengths: BatchLengths, params: SchedulerParams) -> tuple[np.ndarray, np.ndarray]:
@@ -99,35 +95,46 @@ def visible_kv_tiles(lengths: BatchLengths, params: SchedulerParams) -> tuple[np
     `kernels.blocks.masks.Band` computes the same bounds in a CTA, without the tiles that multi-item scoring hides.
     """
     group, rows, cols, kv_len = params.group_size, params.rows, params.cols, lengths.kv_len
-    causal, position = params.causal, kv_len - lengths.qo_len  # of query token 0
+    causal, visible = params.causal, kv_len - lengths.qo_len + 1  # to query token 0
     if lengths.longest_qo * group <= rows and lengths.with_queries == len(kv_len):
         first_row, causal = np.zeros(len(kv_len), np.int64), False  # one tile each, whose last token sees all keys
     else:
         tiles = _tiles_of_requests(lengths, params)
-        request = np.arange(len(kv_len)).repeat(tiles)
-        first_row = (np.arange(len(request)) - (tiles.cumsum() - tiles).take(request)) * rows
-        kv_len, position = kv_len.take(request), position.take(request)
+        request, rows_before = np.arange(len(kv_len)).repeat(tiles), (tiles.cumsum() - tiles) * rows
+        first_row = np.arange(0, len(request) * rows, rows) - rows_before.take(request)
+        kv_len, visible = kv_len.take(request), visible.take(request)
     stop = kv_len
     if causal:
         last = (first_row + (rows - 1)) // group  # the last token, if it exists
-        stop = np.maximum(np.minimum(last + position + 1, kv_len), 0)
+        stop = np.maximum(np.minimum(last + visible, kv_len), 0)
     begin = np.zeros(len(stop), np.int64)
     if params.window_left >= 0:
-        begin = np.maximum(first_row // group + position - params.window_left, 0) // cols
-    return begin, -(-stop // cols)
+        begin = np.maximum(first_row // group + visible - (params.window_left + 1), 0) // cols
+    return begin, (stop + (cols - 1)) // cols
 
 
-def may_split(visible: np.ndarray, params: SchedulerParams) -> bool:
-    """Tells whether splits may pay, given the kv tiles that each query tile sees: not where an equal share of the work,
-    and a combine launch, take as long as whole tiles take the fullest CTA, or nearly. When `count` tiles take a time or
-    longer, some CTA runs `ceil(count * num_kv_heads / resident_ctas)` of them.
+def may_split(lengths: BatchLengths, tiles: int, params: SchedulerParams) -> bool:
+    """Tells whether splits may pay, of so many query tiles: not where an equal share of the work, and a combine launch,
+    take as long as whole tiles take the fullest CTA, or nearly. When `count` tiles take a time or longer, some CTA runs
+    `ceil(count * num_kv_heads / resident_ctas)` of them.
     """
-    time = np.sort(visible) * UNIT + ITEM_TIME  # as the planner kernel counts it
-    if not len(time) or time.item(-1) < 2 * params.min_split_tiles * UNIT + ITEM_TIME:
+    (less, whole), heads, ctas = CUT_WORTHWHILE, params.num_kv_heads, params.resident_ctas
+    longest = ceil_div(lengths.longest_kv, params.cols) * UNIT + ITEM_TIME  # as the planner kernel counts it
+    if params.window_left < 0 and lengths.with_queries == lengths.batch_size:  # some tile sees so many keys
+        share = tiles * longest * heads // ctas  # at most
+        if (share + COMBINE_TIME) * whole <= longest * less:
+            return True
+    begin, end = visible_kv_tiles(lengths, params)
+    visible = end - begin
+    most = largest(visible) if len(visible) else 0
+    if most < 2 * params.min_split_tiles:
         return False
-    waves = -(np.arange(len(time), 0, -1) * -params.num_kv_heads // params.resident_ctas)
-    (less, whole), share = CUT_WORTHWHILE, int(time.sum()) * params.num_kv_heads // params.resident_ctas
-    return (share + COMBINE_TIME) * whole <= int((waves * time).max()) * less
+    coarse = max(0, most.bit_length() - TIME_BITS)
+    counts, step = np.bincount(visible >> coarse), UNIT << coarse
+    time = np.arange(ITEM_TIME, ITEM_TIME + step * len(counts), step)
+    waves = -(counts[::-1].cumsum()[::-1] * -heads // ctas)
+    share = int(counts.dot(time)) * heads // ctas
+    return (share + COMBINE_TIME) * whole <= largest(waves * time) * less
 
 
 def fixed_chunk(params: SchedulerParams, limits: BatchLimits) -> int:

@@ -111,8 +111,10 @@ def repeated(
             q.shape, q.stride(), q.dtype, q.device, of_k, k.stride(), k.dtype, k.device, v_layout, interned(*numbers),
             names,
         )  # fmt: skip
-        if optional or read or not out is lse is workspace is None:
-            key = key, layouts((out, lse, workspace, counters, *optional, *read))
+        if out is not None:  # aligned or not: `replay` looks
+            key = key, out.shape, out.stride(), out.dtype, out.device
+        if optional or read or not lse is workspace is None:
+            key = key, layouts((lse, workspace, counters, *optional, *read))
         entry = entries.get(key)
     except NOT_TENSORS:  # or options that have no hash
         return NOT_FOUND
@@ -199,11 +201,16 @@ def replay(
     q, k, v, out, lse, workspace, optional, read, counters = given
     if forward_ad._current_level >= 0:  # all checks look for tangents
         return None
-    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr() + entry.v_offset
-    if q_at % ALIGNMENT or (k_at | v_at) % entry.kv_alignment or q.is_neg() or k.is_neg() or v.is_neg():
+    grad, q_at, k_at, v_at = is_grad_enabled(), q.data_ptr(), k.data_ptr(), entry.v_offset
+    if q.is_neg() or k.is_neg() or (grad and (q.requires_grad or k.requires_grad)):
         return None
-    grad = is_grad_enabled()
-    if grad and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if v is k:
+        v_at += k_at
+    else:
+        v_at += v.data_ptr()
+        if v.is_neg() or (grad and v.requires_grad):
+            return None
+    if q_at % ALIGNMENT or (k_at | v_at) % entry.kv_alignment:
         return None
     for x in optional:
         if x.is_neg() or (grad and x.requires_grad):
@@ -213,16 +220,15 @@ def replay(
         per_k, per_v = entry.per_key
         k_end, v_end = k_at + of_k + kv_len * per_k, v_at + of_v + kv_len * per_v
         apart = [*protected, (q_at, q_at + of_q), (k_at, k_end), (v_at, v_end)]
-        starts = []
-        if entry.other_spans:
-            for x, span in zip(optional + read, entry.other_spans, strict=True):
-                start = 0
-                if x is not None:
-                    if x.is_neg():
-                        return None
-                    start = x.data_ptr()
-                    apart.append((start, start + span))
-                starts.append(start)
+        starts, spans = [], iter(entry.other_spans)  # `zip` that is strict takes twice the time
+        for x in optional + read:
+            start, span = 0, next(spans)
+            if x is not None:
+                if x.is_neg():
+                    return None
+                start = x.data_ptr()
+                apart.append((start, start + span))
+            starts.append(start)
         if workspace is not None:
             if not _is_apart(workspace, of_workspace, ALIGNMENT, apart):
                 return None
@@ -433,14 +439,18 @@ def call_of_run(plan: BatchPlan, arguments: RunArguments, lse_form: LseForm | No
             optional: tuple[Any, ...] = () if mask is None else (mask,)
             if sinks is not None:
                 key, optional = (key, layouts((sinks,))), (sinks, *optional)
-            if not out is lse is None:
-                key = key, layouts((out, lse))
+            if out is not None:  # aligned or not: `replay` looks
+                key = key, out.shape, out.stride(), out.dtype, out.device
+            if lse is not None:
+                key = key, "lse", layouts((lse,))
             return key, (q, k, v, out, lse, None, optional, (), None)
         if heads is not None and len(heads) != 3:  # which is refused
             return NO_CALL
         scales, roles, optional, read = operands((q_scale, k_scale, v_scale), sinks, mask, heads, sf)
         numbers = interned(*scales, enable_pdl, window_left)
-        key = key, numbers, roles, layouts((out, lse, *optional, *read))
+        key = key, numbers, roles
+        if optional or read or not out is lse is None:
+            key = key, layouts((out, lse, *optional, *read))
         return key, (q, k, v, out, lse, None, optional, read, None)
     except NOT_TENSORS:
         return NO_CALL
@@ -469,4 +479,4 @@ def replay_run(plan: BatchPlan, call: RunCall) -> Outputs | None:
     if entry is None or given is None:
         return None
     protected = () if given[3] is given[4] is None else plan.protected or protected_memory(plan)
-    return replay(entry, given, (plan.lengths.kv_indices, plan.workspace), protected=protected)
+    return replay(entry, given, (plan.lengths.kv_indices, plan.workspace), 0, protected)

@@ -84,19 +84,11 @@ def test_successive_plans_do_not_overwrite_what_is_being_copied(target: torch.Te
     assert target is None or target.tolist() == [*range(400, 410), 0, 0]
 
 
-def test_reserved_memory_is_copied_directly_and_not_shared_meanwhile() -> None:
-    copies = LateCopies()
-    staging = Staging(CPU, copies)
-    first = staging.reserve(10)
-    first[:] = numbers(1)
-    uploaded(staging, first)
-    second = staging.reserve(10)
-    assert not np.shares_memory(first, second)  # the first copy has not ended
-    second[:] = numbers(2)
-    sent = uploaded(staging, second)
-    copies.finish()
-    assert np.array_equal(sent[:10].numpy(), numbers(2))
-    assert np.shares_memory(staging.reserve(10), first)
+def test_arrays_are_uploaded_one_behind_the_other() -> None:
+    staging = Staging(CPU)
+    memory = staging.upload(numbers(1), numbers(0, 0), np.arange(1 << 32, (1 << 32) + 3))
+    staging.send()
+    assert memory[:13].tolist() == [*range(1, 11), 0, 1, 2]
 
 
 def test_growth_keeps_copies_in_flight() -> None:

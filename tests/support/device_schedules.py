@@ -11,8 +11,8 @@ import torch
 
 from cute_attn.dispatch import emulator
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.host.planner import Planner, Room, memory_sizes
-from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, LaunchSizes
+from cute_attn.kernels.host.planner import Planner, Room
+from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, LaunchSizes, Lengths
 from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.params import SchedulerParams
@@ -129,17 +129,14 @@ def device_lengths(case: Case, device: str) -> DeviceLengths:
     return DeviceLengths(None if case.q_len else qo_indptr, kv_indptr, last, most, case.q_len)
 
 
-def launch(
-    case: Case, lengths: BatchLengths | DeviceLengths, gpu: Gpu, staging: Staging
-) -> tuple[np.ndarray, list[int]]:
+def launch(case: Case, lengths: Lengths, gpu: Gpu, staging: Staging) -> tuple[np.ndarray, list[int]]:
     """Runs the planner on a GPU, or on the emulator. Returns the records, and how many items and merges it counted."""
     planner, room = Planner(case.params, case.page_size or 1, gpu), room_of(case)
     records, _ = planner.placed(lengths, room, staging, fixed=False)
     if gpu.device_index == CPU:
         staging.write_within(functools.partial(emulator.writing, lengths, staging))
     staging.send()
-    size = sum(memory_sizes(room)[0])
-    return records[:size].cpu().numpy(), staging.memory[2][:2].tolist()
+    return records[: room.memory[1]].cpu().numpy(), staging.memory[2][:2].tolist()
 
 
 def difference(case: Case, gpu: Gpu, device: str, staging: Staging | None = None, on_host: bool = False) -> str | None:

@@ -127,11 +127,12 @@ class BatchRun(Runner):
         strides = prepared(tuple, strides)  # launches do not write again what is the same object
         scales, (roles, _) = kernel.scales(problem.settings), optional_tensors(problem)
         attention, combine = kernel.attention.of(roles), kernel.combine
-        out_strides, v_scale = output_strides(problem.out), scales[1:]
+        out_strides, v_scale = prepared(tuple, output_strides(problem.out)), scales[1:]
         if combine is not None:
             merge = combine.of(roles)
         counter = kernel.counter
-        latest: tuple[Launched, Settled, Settled] | None = None
+        # The version and the memory of launches, what they settle, the addresses of partial results, and scratch.
+        latest: tuple[object, Memory, Settled, Settled, Values, int, int, int] | None = None
 
         def fire(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             nonlocal latest
@@ -140,15 +141,15 @@ class BatchRun(Runner):
             if kv_indices is not None:
                 pages, entries = kv_indices.data_ptr(), kv_indices.numel()
             memory = pages, entries, 0 if workspace is None else workspace.data_ptr()
-            launched = self.launched
-            if launched.version is not self.version or launched.memory != memory:
-                launched = self.launched = self.decided(memory)
             work = latest  # once: threads share this
-            if work is None or work[0] is not launched:
-                settled = launched.grid, strides, launched.numbers, scales
-                work = latest = launched, settled, (launched.combine_grid, out_strides, launched.merges, v_scale)
-            _, settled, to_combine = work
-            counters, partials, most_keys = launched.scratch
+            if work is None or work[0] is not self.version or work[1] != memory:
+                launched = self.launched  # other layers', if they run this plan
+                if launched.version is not self.version or launched.memory != memory:
+                    launched = self.launched = self.decided(memory)
+                version, _, grid, numbers, combine_grid, merges, to_merge, scratch = launched
+                settled, to_combine = (grid, strides, numbers, scales), (combine_grid, out_strides, merges, v_scale)
+                work = latest = version, memory, settled, to_combine, to_merge, *scratch
+            _, _, settled, to_combine, to_merge, counters, partials, most_keys = work
             if not settled[0][0]:
                 return
             stream = current_stream(index)
@@ -156,6 +157,6 @@ class BatchRun(Runner):
                 counters = counter(stream)
             attention.fire(stream, addresses((q, k, v, out, lse, counters, partials, most_keys)), settled, optional)
             if combine is not None:
-                merge.fire(stream, (out, lse, *launched.partials), to_combine, optional)
+                merge.fire(stream, (out, lse, *to_merge), to_combine, optional)
 
         return fire

@@ -15,15 +15,7 @@ from cute_attn.kernels.host.planner import Planner, Room
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel, combine_launches, prepared
 from cute_attn.kernels.host.single import Scheduler, SingleRun, SingleSchedule
 from cute_attn.kernels.rules import Rule
-from cute_attn.problem import (
-    NO_LENGTHS,
-    BatchLengths,
-    BatchLimits,
-    DeviceLengths,
-    Features,
-    Problem,
-    Settings,
-)
+from cute_attn.problem import NO_LENGTHS, BatchLengths, BatchLimits, Features, Lengths, Problem, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Values
 from cute_attn.runtime.spec import KernelSpec
@@ -112,23 +104,26 @@ class TiledFamily(Generic[T]):
         return [attention, combine] if split else [attention]
 
     def schedule(
-        self, settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch, sms: int
+        self,
+        settings: Settings,
+        lengths: Lengths,
+        limits: BatchLimits,
+        arch: Arch,
+        sms: int,
+        before: BatchSchedule[T] | None = None,
     ) -> BatchSchedule[T] | None:
-        """Returns the launches of a batch; None where lengths on the device might need more than the planner kernel, or
-        the workspace, has room for.
+        """Returns the launches of a batch, those of `before` if they are the same; None where lengths on the device
+        might need more than the planner kernel, or the workspace, has room for.
         """
         known = lengths if isinstance(lengths, BatchLengths) else None
         tiling = self.tiling(settings, size_of(known or NO_LENGTHS, limits), arch, sms)
         room = Room.bounded(tiling.params, limits) if known is None else Room.of(known, tiling.params, limits)
+        if before is not None and before.tiling is tiling and before.room == room:
+            return before
         return None if room is None else BatchSchedule.of(tiling, room, sms)
 
     def plan(
-        self,
-        settings: Settings,
-        lengths: BatchLengths | DeviceLengths,
-        limits: BatchLimits,
-        staging: Staging,
-        gpu: Gpu,
+        self, settings: Settings, lengths: Lengths, limits: BatchLimits, staging: Staging, gpu: Gpu
     ) -> SplitKvBatchRun[T] | None:
         """Returns a callable that runs batches of these settings and lengths; None: `schedule`."""
         schedule = self.schedule(settings, lengths, limits, gpu.arch, gpu.sms)
@@ -152,7 +147,7 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         self,
         family: TiledFamily[T],
         settings: Settings,
-        lengths: BatchLengths | DeviceLengths,
+        lengths: Lengths,
         limits: BatchLimits,
         staging: Staging,
         gpu: Gpu,
@@ -163,13 +158,12 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         self._kernel(schedule, settings)
         self._follow(schedule, lengths)
 
-    def _follow(self, schedule: BatchSchedule[T], lengths: BatchLengths | DeviceLengths) -> None:
+    def _follow(self, schedule: BatchSchedule[T], lengths: Lengths) -> None:
         """Makes the launches those of a schedule, which the planner kernel is to write."""
-        tiling = schedule.tiling
-        planner = prepared(Planner, tiling.params, self.settings.page_size, self.gpu)
+        planner = prepared(Planner, schedule.tiling.params, self.settings.page_size, self.gpu)
         self.lengths = lengths  # a captured graph reads those on the device
         self.records = planner.placed(lengths, schedule.room, self.staging, self.limits.keeps_address)
-        self.schedule = self.version = schedule
+        self.schedule = self.version = schedule  # a room that is the same has its records where they were
 
     def kernel(self, settings: Settings) -> PreparedKernel:
         return self._kernel(self.schedule, settings)
@@ -179,14 +173,14 @@ class SplitKvBatchRun(BatchRun, Generic[T]):
         tile, heads = tiling.tile, tiling.params.group_size
         return prepared(self.family.loaded, settings.unscaled, tile, heads, schedule.merges, self.gpu)
 
-    def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
+    def again(self, lengths: Lengths) -> bool | None:
         """Replaces the lengths of the requests. Returns whether the kernels are the same; None, and nothing is
         replaced, if the host does not know the lengths.
         """
         if not (isinstance(self.lengths, BatchLengths) and isinstance(lengths, BatchLengths)):
             return None
         before = self.schedule
-        now = self.family.schedule(self.settings, lengths, self.limits, self.gpu.arch, self.gpu.sms)
+        now = self.family.schedule(self.settings, lengths, self.limits, self.gpu.arch, self.gpu.sms, before)
         assert now is not None  # of lengths on the host
         same_kernel = now.tiling is before.tiling and now.merges == before.merges
         if not same_kernel:

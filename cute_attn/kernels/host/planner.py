@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from cute_attn.errors import RuntimeArgumentError
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import Fields
 from cute_attn.kernels.plan.spec import PlanSpec
-from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, LaunchSizes
+from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, LaunchSizes, Lengths
 from cute_attn.request.settings import MAX_KV_LEN
 from cute_attn.runtime.launch import Values, current_stream
 from cute_attn.runtime.staging import Staging
@@ -27,7 +27,6 @@ from cute_attn.schedule.batch import (
     max_fixed_size_splits,
     max_query_tiles,
     record_capacity,
-    room_for,
 )
 from cute_attn.schedule.params import Capacity, SchedulerParams
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS
@@ -48,21 +47,22 @@ COUNTS = 4  # int32 numbers: items and merges of the schedule, two unused
 NOTHING = np.empty(0, np.int64)
 
 
-class Room(NamedTuple):
+@dataclass
+class Room:
     """Sizes of a schedule, and of what the kernel may read and write for it."""
 
     capacity: Capacity
-    sizes: LaunchSizes
+    sizes: LaunchSizes  # keys only where the host does not know the lengths
     tiles: int  # query tiles
     chunk: int  # kv tiles of splits of a fixed size, or 0
 
     @classmethod
     def of(cls, lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> Room:
         """Return the room for lengths on the host. Raises what hinders their schedule."""
-        sizes = (limits.sizes or room_for(lengths))._replace(max_kv_len=lengths.longest_kv)
+        sizes = limits.sizes or LaunchSizes(lengths.batch_size, lengths.rows, 0, lengths.longest_qo)
         tiles, chunk = max_query_tiles(sizes, params), fixed_chunk(params, limits)
         room = cls(capacity_for(lengths, params, limits), sizes, tiles, chunk)
-        if not room.is_countable(params):
+        if not room.is_countable(params, lengths.longest_kv):
             raise RuntimeArgumentError(
                 f"a batch must have at most {MAX_TILES} query tiles and splits of them, and {MAX_PRODUCT} for all kv "
                 f"heads, got {max(tiles, room.capacity.items)} for {lengths.rows} query tokens and requests of up to "
@@ -78,7 +78,7 @@ class Room(NamedTuple):
         sizes, chunk = limits.sizes, fixed_chunk(params, limits)
         assert sizes is not None
         room = cls(record_capacity(params, limits), sizes, max_query_tiles(sizes, params), chunk)
-        if not room.is_countable(params):
+        if not room.is_countable(params, room.most_keys):
             return None
         parts = ceil_div(ceil_div(sizes.max_kv_tokens, params.cols), chunk) if chunk else 1
         slots = limits.workspace_bytes // params.partial_bytes
@@ -86,16 +86,25 @@ class Room(NamedTuple):
         return room if fits else None
 
     @property
-    def longest_kv(self) -> int:
-        """Most keys of a request."""
-        most = self.sizes.max_kv_len
-        return min(self.sizes.max_kv_tokens, MAX_KV_LEN if most is None else most)
+    def most_keys(self) -> int:
+        """Of a request, where the host does not know the lengths."""
+        return min(self.sizes.max_kv_tokens, MAX_KV_LEN)
 
-    def is_countable(self, params: SchedulerParams) -> bool:
+    def is_countable(self, params: SchedulerParams, longest_kv: int) -> bool:
         """Tell whether records and products of them fit the kernel's integers."""
-        items, kv_tiles = self.capacity.items, ceil_div(self.longest_kv, params.cols)
+        items, kv_tiles = self.capacity.items, ceil_div(longest_kv, params.cols)
         unsigned = kv_tiles * MAX_SPLITS <= 2 * MAX_PRODUCT
         return unsigned and items * params.num_kv_heads <= MAX_PRODUCT and max(self.tiles, items) <= MAX_TILES
+
+    @functools.cached_property
+    def memory(self) -> tuple[int, int, tuple[int, ...]]:
+        """The int32 numbers of items, those of items and merges, and where the arrays that the kernel keeps for itself
+        begin, and the last one ends: 16-byte alignment.
+        """
+        (items, merges, _), batch = self.capacity, self.sizes.batch_size
+        sizes = COUNTS, batch + 1, batch, max(items, batch), 4 * self.tiles, 4 * items
+        starts = itertools.accumulate((-(-size // 4) * 4 for size in sizes), initial=0)
+        return items * ITEM_INTS, items * ITEM_INTS + merges * MERGE_INTS, (*starts,)
 
 
 class Planner:
@@ -112,45 +121,34 @@ class Planner:
         kernel = gpu.loaded(PlanSpec(), enable_pdl=False)
         self.launch = kernel.bind(static, LENGTH_FIELDS, ROOM_FIELDS, MEMORY_FIELDS)
 
-    def placed(
-        self, lengths: BatchLengths | DeviceLengths, room: Room, staging: Staging, fixed: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def placed(self, lengths: Lengths, room: Room, staging: Staging, fixed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Prepare a launch, and return the device memory of the records, and that of what the host uploads: the key
         bounds of multi-item scoring, with zeros for rows of the last tile that do not exist, and the lengths. `fixed`:
         their addresses stay.
         """
         if isinstance(lengths, BatchLengths):
+            longest_kv = lengths.longest_kv
             uploaded, read = _upload(lengths, room.sizes.max_rows + self.params.rows, staging, fixed)
         else:
-            uploaded, read = staging.uploaded, _on_device(lengths)
-        sizes, scratch = memory_sizes(room)
-        records, kept, fresh = staging.written_on_device(sum(sizes), scratch[-1], (sizes, scratch), fixed)
-        items = records.data_ptr()
-        memory = items, items + 4 * sizes[0], *(kept.data_ptr() + 4 * start for start in scratch[:-1])
-        settled = (1, 1, 1), self.values(room), memory
+            longest_kv, uploaded, read = room.most_keys, staging.uploaded, _on_device(lengths)
+        of_items, of_records, (*starts, scratch) = layout = room.memory
+        records, kept, fresh = staging.written_on_device(of_records, scratch, layout, fixed)
+        items, counts = records.data_ptr(), kept.data_ptr()
+        memory = items, items + 4 * of_items, *[counts + 4 * start for start in starts]
+        settled = (1, 1, 1), self.values(room, longest_kv), memory
         staging.write(functools.partial(self, (*read, int(fresh)), settled))
         return records, uploaded
 
-    def values(self, room: Room) -> Values:
+    def values(self, room: Room, longest_kv: int) -> Values:
         """Return the values of ROOM_FIELDS."""
         sizes, (items, merges, partials) = room.sizes, room.capacity
-        pages = max(ceil_div(room.longest_kv, self.page_size), 1)
-        chunk = min(room.chunk, ceil_div(room.longest_kv, self.params.cols) + 1)
+        pages = max(ceil_div(longest_kv, self.page_size), 1)
+        chunk = min(room.chunk, ceil_div(longest_kv, self.params.cols) + 1)
         return sizes.batch_size, sizes.max_rows, pages, chunk, room.tiles, items, merges, min(partials, MAX_PRODUCT)
 
     def __call__(self, lengths: Values, settled: tuple[object, ...]) -> None:
         """Launch the kernel on the current stream."""
         self.launch.fire(current_stream(self.device_index), lengths, settled)
-
-
-def memory_sizes(room: Room) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Return the int32 numbers of items and of merges, and where the arrays that the kernel keeps for itself begin, and
-    the last one ends: 16-byte alignment.
-    """
-    (items, merges, _), batch = room.capacity, room.sizes.batch_size
-    sizes = COUNTS, batch + 1, batch, max(items, batch), 4 * room.tiles, 4 * items
-    starts = itertools.accumulate((-(-size // 4) * 4 for size in sizes), initial=0)
-    return (items * ITEM_INTS, merges * MERGE_INTS), (*starts,)
 
 
 def _on_device(lengths: DeviceLengths) -> Values:
@@ -163,15 +161,12 @@ def _upload(lengths: BatchLengths, max_rows: int, staging: Staging, fixed: bool)
     """Prepare a copy of key bounds, of which there are `max_rows` rows, and of lengths; return its memory, and the
     values of LENGTH_FIELDS but the last.
     """
-    bounds, masks = NOTHING, NOTHING
-    if lengths.key_bounds is not None:
-        bounds = np.pad(lengths.key_bounds.ravel(), (0, 2 * (max_rows - len(lengths.key_bounds))))
-    if lengths.mask_offset is not None:
-        masks = lengths.mask_offset.view(np.int32)  # low and high halves
-    parts = bounds, lengths.qo_indptr, lengths.kv_start, lengths.kv_len, masks
-    ints = staging.reserve(sum(map(len, parts)))
-    np.concatenate(parts, out=ints)
-    uploaded = staging.upload(ints, fixed)
-    starts = itertools.accumulate(map(len, parts[:-1]), initial=uploaded.data_ptr() // 4)
-    _, qo_indptr, kv_start, kv_len, mask_offset = (4 * start for start in starts)
-    return uploaded, (qo_indptr, kv_start, 0, kv_len, mask_offset if len(masks) else 0, 0, lengths.kv_end)
+    keys, mask = lengths.key_bounds, lengths.mask_offset
+    bounds = NOTHING if keys is None else np.pad(keys.ravel(), (0, 2 * (max_rows - len(keys))))
+    masks = NOTHING if mask is None else mask.view(np.int32)  # low and high halves
+    uploaded = staging.upload(bounds, lengths.qo_indptr, lengths.kv_start, lengths.kv_len, masks, fixed=fixed)
+    requests, qo_indptr = lengths.batch_size, uploaded.data_ptr() + 4 * len(bounds)
+    kv_start = qo_indptr + 4 * (requests + 1)
+    kv_len = kv_start + 4 * requests
+    mask_offset = kv_len + 4 * requests if len(masks) else 0
+    return uploaded, (qo_indptr, kv_start, 0, kv_len, mask_offset, 0, lengths.kv_end)

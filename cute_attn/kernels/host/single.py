@@ -133,7 +133,8 @@ class SingleRun(Runner, Generic[T]):
         if (combine := kernel.combine) is not None:
             splits, to_merge = schedule.num_splits, qo_len * self.num_qo_heads
             merge_grid, *rows = rows_of_warps(to_merge, self.sms)
-            to_combine = merge_grid, output_strides(out), (*rows, qo_len, splits), (settings.v_scale,)
+            numbers, v_scale = (*rows, qo_len, splits), (settings.v_scale,)
+            to_combine = prepared(tuple, (merge_grid, output_strides(out), numbers, v_scale))
             combined = combine.of(roles), to_combine, to_merge * splits * 4 * self.head_dim_vo
         attention, partials = kernel.attention.of(roles), schedule.partial_bytes // q.element_size()
         return Work(kernel, attention, addresses, settled, partials, combined, schedule, most_keys)

@@ -24,7 +24,7 @@ from cute_attn.kernels.xqa.host.prepared import XqaKernel, fire_in_scratch, one_
 from cute_attn.kernels.xqa.host.variant import LaunchConfig, launch_config, rule_of, same_keys, specs
 from cute_attn.kernels.xqa.spec import CTA_REQUESTS, LengthsSpec
 from cute_attn.kernels.xqa.tiles import STEPS, Rings
-from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Problem, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Lengths, Problem, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import Bound, current_stream
 from cute_attn.runtime.staging import Staging
@@ -77,9 +77,7 @@ class XqaBatchSchedule(NamedTuple):
         return self.config.partial_bytes, self.records.nbytes
 
 
-def schedule(
-    settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch, sms: int
-) -> XqaBatchSchedule:
+def schedule(settings: Settings, lengths: Lengths, limits: BatchLimits, arch: Arch, sms: int) -> XqaBatchSchedule:
     """Returns the schedule of a batch on a GPU of `arch` with `sms` multiprocessors."""
     qo_len, batch_size = limits.max_qo_len, lengths.batch_size
     assert qo_len is not None  # given by decode wrappers
@@ -89,7 +87,7 @@ def schedule(
     return XqaBatchSchedule(rule, config, config.grid_of(batch_size) if batch_size else (0, 1, 1), records)
 
 
-def records_of(lengths: BatchLengths | DeviceLengths) -> tuple[np.ndarray, ...]:
+def records_of(lengths: Lengths) -> tuple[np.ndarray, ...]:
     """Return the keys of every request, the index of its first page and, unless all have as many query tokens,
     qo_indptr. Of lengths on the device zeros, which `XqaBatchRun.again` replaces.
     """
@@ -100,16 +98,14 @@ def records_of(lengths: BatchLengths | DeviceLengths) -> tuple[np.ndarray, ...]:
     return (*uniform, lengths.qo_indptr) if several else uniform
 
 
-def rule_of_batch(
-    settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch, _: int = 0
-) -> Rule[Rings]:
+def rule_of_batch(settings: Settings, lengths: Lengths, limits: BatchLimits, arch: Arch, _: int = 0) -> Rule[Rings]:
     """Return the rule that a batch follows, on any number of multiprocessors."""
     assert limits.max_qo_len is not None  # given by decode wrappers
     longest = known_keys(settings, lengths, limits)
     return rule_of(settings, arch, lengths.batch_size, limits.max_qo_len, longest)
 
 
-def known_keys(settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits) -> int | None:
+def known_keys(settings: Settings, lengths: Lengths, limits: BatchLimits) -> int | None:
     """Return what a rule knows of the keys of a batch. It depends on lengths only where launches are not captured;
     lengths on the device have the bound that the caller knows, and that kv_indices has room for.
     """
@@ -126,20 +122,13 @@ def known_keys(settings: Settings, lengths: BatchLengths | DeviceLengths, limits
 class XqaBatchRun(BatchRun):
     """Runs batches of one plan."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        lengths: BatchLengths | DeviceLengths,
-        limits: BatchLimits,
-        staging: Staging,
-        gpu: Gpu,
-    ) -> None:
+    def __init__(self, settings: Settings, lengths: Lengths, limits: BatchLimits, staging: Staging, gpu: Gpu) -> None:
         planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms)
         super().__init__(settings, gpu)
         self.config, self.rule, self.grid = planned.config, planned.rule, planned.grid
         self.staging, self.limits, self.keys = staging, limits, known_keys(settings, lengths, limits)
         self.kernel(settings)
-        memory, size = staging.upload(planned.records, limits.keeps_address), lengths.batch_size
+        memory, size = staging.upload(planned.records, fixed=limits.keeps_address), lengths.batch_size
         end = len(planned.records)
         counters = end - planned.config.ctas
         records, self.counters = memory[:counters], memory[counters:end]
@@ -153,7 +142,7 @@ class XqaBatchRun(BatchRun):
     def kernel(self, settings: Settings) -> XqaKernel:
         return prepared(XqaKernel, settings.unscaled, self.config, self.gpu)
 
-    def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
+    def again(self, lengths: Lengths) -> bool | None:
         """Replaces the lengths of the requests, whose number stays. Returns True, as launches are the same otherwise;
         None, and nothing is replaced, if another kernel is to run them.
         """
@@ -165,12 +154,7 @@ class XqaBatchRun(BatchRun):
             addresses = self.seq_lens, self.request[1], self.q_indptr
             self.staging.write(functools.partial(write_lengths, lengths, self.settings.page_size, addresses, self.gpu))
             return True
-        records, start = self.staging.reserve(len(self.records[0])), 0
-        for array in records_of(lengths):  # in half of the time of `concatenate`
-            stop = start + len(array)
-            records[start:stop] = array
-            start = stop
-        self.staging.upload(records)  # every launch leaves its counters at zero
+        self.staging.upload(*records_of(lengths))  # every launch leaves its counters at zero
         return True
 
     def decided(self, memory: Memory) -> Launched:
