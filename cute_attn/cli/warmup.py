@@ -272,10 +272,10 @@ def of_config(config: dict[str, Any], dtype: str | None) -> list[Shape]:
     found = found if found in HALF else "bfloat16"  # weights in 32 bits are converted before they are served
     if rank := config.get("kv_lora_rank"):
         rope, nope = config.get("qk_rope_head_dim"), config.get("qk_nope_head_dim") or 0
-        if (rank, rope) != (LATENT, ROPE):
+        if rank != LATENT or rope != ROPE:
             needed = f"kv_lora_rank {LATENT} and qk_rope_head_dim {ROPE}"
             raise ArgumentError(f"latent attention has kernels for {needed}, the configuration has {rank} and {rope}")
-        return [Shape(heads, heads, nope + rope, config.get("v_head_dim") or nope, found, latent=True)]
+        return [Shape(heads, heads, nope + ROPE, config.get("v_head_dim") or nope, found, latent=True)]
     width = config.get("head_dim") or (config.get("hidden_size") or 0) // heads
     shape = Shape(
         heads,

@@ -14,7 +14,7 @@ import numpy as np
 from cute_attn.emulator.clocks import Clocks
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import Deadlock, LaunchFault, PtxError
-from cute_attn.emulator.isa.order import HappensBefore
+from cute_attn.emulator.isa.order import Message
 from cute_attn.emulator.memory import GENERIC_PARAM, RANK_SHIFT, SHARED_START, GlobalMemory, SharedMemory
 from cute_attn.emulator.program import Block, Program
 from cute_attn.emulator.schedule import Schedule
@@ -174,7 +174,7 @@ class Grid:
         self.dependent = bool(launch.get("pdl"))
         self.num_warps = -(-int(np.prod(self.block)) // 32)
         self.registers = self._registers(launch.get("registers"))
-        self.happens_before = HappensBefore()
+        self.released: dict[int, list[Message]] = {}  # by address in global memory
         self.tensor_maps: dict[int, Any] = {}  # decoded, by address
         self.rng = random.Random(self.schedule.seed)
         self.slice = 20 if self.schedule.warps_apart else 400

@@ -147,7 +147,7 @@ def encode_tiled(
 
 @dataclass(frozen=True)
 class Chunks:
-    """Pieces of a box or of a run of bytes, of equal size: the position of each in shared memory (bytes from the start,
+    """Pieces of a box, of equal size: the position of each in shared memory (bytes from the start,
     before swizzling) and in global memory, and whether it is inside the tensor."""
 
     nbytes: int
@@ -159,12 +159,6 @@ class Chunks:
     def offsets(self, start: int) -> Array:
         """Places in shared memory from `start` on."""
         return swizzled(start + self.shared, self.swizzle)
-
-
-def run(address: int, nbytes: int) -> Chunks:
-    """Cut a run of bytes into pieces of 16."""
-    steps = np.arange(0, nbytes, UNIT)
-    return Chunks(UNIT, steps, address + steps, np.ones(len(steps), np.bool_))
 
 
 def chunks(tensor: TensorMap, place: Sequence[int], line_bytes: int) -> Chunks:

@@ -161,20 +161,6 @@ _floats(
     conformance="approx",
     golden="approx",
 )
-_floats(
-    {"ex2.approx{.f16x2|.ftz.bf16x2}": "np.exp2({0})", f"tanh.approx{_PACKED}": "np.tanh({0})"},
-    conformance="approx",
-)
-
-
-def _fma64(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c: rounded once if the platform's long double has 64 bits of mantissa, and nearly always otherwise."""
-    return (a.astype(np.longdouble) * b + c).astype(np.float64)
-
-
-computed({"fma.rn.f64": _fma64}, conformance="approx")
-
-
 # Pairs of data-centre Blackwell.
 _floats(
     {f"{op}{{|.rn}}{{|.ftz}}.f32x2": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items()}

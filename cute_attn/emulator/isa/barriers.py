@@ -1,4 +1,4 @@
-"""Named barriers, mbarriers, fences, griddepcontrol."""
+"""Named barriers, proxy fences, griddepcontrol."""
 
 from __future__ import annotations
 
@@ -150,12 +150,3 @@ def on_clocks(change: Callable[[Clocks, Array], None]) -> Callable[[WarpBatch, A
 _HOPPER: dict[str, Any] = {"since": 90, "conformance": "order", "golden": "barriers"}
 called("fence.proxy.async{|.shared::cta|.shared::cluster|.global}", **_HOPPER)(on_clocks(Clocks.proxy_fence))
 called("griddepcontrol.wait", **_HOPPER)(on_clocks(Clocks.grid_wait))
-
-
-called(
-    "fence{.sc|.acq_rel}{.cta|.cluster|.gpu|.sys}",
-    "membar{}{.cta|.gl|.sys}",
-    "fence{.acquire|.release}.sync_restrict::shared{::cluster|::cta}.cluster",
-    operands="$1",
-    conformance="order",
-)(order.fence)

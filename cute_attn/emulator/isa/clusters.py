@@ -12,7 +12,6 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import BarrierFault, Race
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.barriers import Meeting
-from cute_attn.emulator.isa.bulk import deliver
 from cute_attn.emulator.isa.registry import called, computed
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.warp_batch import WarpBatch
@@ -75,7 +74,7 @@ def st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Arra
             raise Race("lanes of one st.async store to the same place")
         op = w.begin_op(int(w.row[group[0]]), "st.async")
         waiting = mbarrier.target(w.cta, int(barriers[group[0]]), op, "st.async")
-        deliver(memory, where, access.words_of(data[group]), op, "st.async", waiting)
+        mbarrier.deliver(memory, where, access.words_of(data[group]), op, "st.async", waiting)
 
 
 def _groups(lanes: Array, *keys: Array) -> Iterator[Array]:

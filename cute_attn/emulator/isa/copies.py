@@ -193,12 +193,6 @@ def commit(w: WarpBatch, mask: Array | None) -> None:
         _groups(w, int(position)).append(Group())
 
 
-@called("cp.async.wait_all", conformance="order", golden="copies")
-def wait_all(w: WarpBatch, mask: Array | None) -> None:
-    commit(w, mask)
-    wait(w, mask, 0)
-
-
 @called("cp.async.wait_group", operands="#", conformance="order", golden="copies")
 def wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
     for position in _warps(w, mask, "cp.async.wait_group"):

@@ -9,7 +9,6 @@ import numpy as np
 
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.isa import mbarrier
-from cute_attn.emulator.isa.bulk import deliver
 from cute_attn.emulator.isa.registry import called, computed
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.warp_batch import WarpBatch
@@ -21,20 +20,20 @@ _UNVERIFIED: dict[str, Any] = {"since": 100, "conformance": "unverified"}
 
 
 @called(
-    "clusterlaunchcontrol.try_cancel.async{|.shared::cta}.mbarrier::complete_tx::bytes{|.multicast::cluster::all}.b128",
-    operands="$1 [] []",
+    "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.multicast::cluster::all.b128",
+    operands="[] []",
     **_UNVERIFIED,
 )
-def try_cancel(w: WarpBatch, mask: Array | None, multicast: str, address: Array, barrier: Array) -> None:
-    """Write the response, opaque to programs: the coordinates of the first CTA, and whether there is one."""
+def try_cancel(w: WarpBatch, mask: Array | None, address: Array, barrier: Array) -> None:
+    """Write the response to each CTA, opaque to programs: coordinates of the first CTA, and whether there is one."""
     for lane, at, bar in w.each(mask, address & OFFSET_MASK, barrier & OFFSET_MASK):
         origin = w.cta.grid.cancel()
         response = np.array([*origin, 1] if origin is not None else [0, 0, 0, 0], np.uint32).view("V16")
         op = w.begin_op(int(w.row[lane]), "clusterlaunchcontrol.try_cancel")
-        for cta in w.cta.cluster.ctas if multicast else [w.cta]:
+        for cta in w.cta.cluster.ctas:
             waiting = mbarrier.target(w.cta, cta.rank << RANK_SHIFT | bar, op, "clusterlaunchcontrol.try_cancel")
-            answer = functools.partial(deliver, cta.smem, np.array([at]), response, op, "try_cancel", waiting, LATENCY)
-            w.cta.post(answer)
+            where = cta.smem, np.array([at])
+            w.cta.post(functools.partial(mbarrier.deliver, *where, response, op, "try_cancel", waiting, LATENCY))
 
 
 _QUERY = "clusterlaunchcontrol.query_cancel"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cute_attn.emulator.clocks import ORDER, PROXY, Clocks, Op
+from cute_attn.emulator.clocks import FENCED, ORDER, PROXY, TMEM, Clocks, Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import BarrierFault
 from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.barriers import on_clocks
 from cute_attn.emulator.isa.registry import called
-from cute_attn.emulator.memory import MBARRIER, OFFSET_MASK, RANK_SHIFT
+from cute_attn.emulator.memory import MBARRIER, OFFSET_MASK, RANK_SHIFT, SharedMemory
 from cute_attn.emulator.warp_batch import WarpBatch
 
 if TYPE_CHECKING:
@@ -73,12 +73,19 @@ class Mbarrier:
             epoch = int(self.cluster.clocks.v[agent, ORDER, agent])
             self.remote.append(Remote(what, agent=agent, epoch=epoch, phase=self.phase))
 
-    def arrive(self, agent: int, count: int, expect: int = 0, relaxed: bool = False) -> None:
+    def _handed_on(self, sem: str) -> slice:
+        """Rows of clocks that an arrival or a wait hands on. A relaxed one orders tensor memory alone."""
+        return slice(FENCED if sem == ".relaxed" and not self.cluster.lax else ORDER, TMEM)
+
+    def arrive(self, agent: int, count: int, expect: int = 0, sem: str = "") -> None:
         self.seen(agent)
-        np.maximum(self.clock, order.published(self.cluster, agent, relaxed), out=self.clock)
+        rows = self._handed_on(sem)
+        self.clock[rows] = np.maximum(self.clock[rows], self.cluster.clocks.v[agent, rows])
         self.time = max(self.time, float(self.cluster.clocks.time[agent]))
         self.agents.add(agent)
-        self.add_tx(expect)
+        self.tx += expect
+        if self.tx > MAX_COUNT:
+            raise BarrierFault(f"{self.name}: transaction count {self.tx} is out of range")
         self._count(count, agent)
 
     def arrive_by(self, op: Op, latency: float) -> None:
@@ -105,11 +112,6 @@ class Mbarrier:
         self.arrivals[agent] = self.arrivals.get(agent, 0) + count
         self.advance()
 
-    def add_tx(self, count: int) -> None:
-        self.tx += count
-        if abs(self.tx) > MAX_COUNT:
-            raise BarrierFault(f"{self.name}: transaction count {self.tx} is out of range")
-
     def complete(self, num_bytes: int, op: Op, latency: float = 0.0) -> None:
         """Count bytes of an asynchronous operation that have arrived."""
         self._join(op, latency)
@@ -132,18 +134,16 @@ class Mbarrier:
         left, and tails of producers announce bytes that they do not send (CUTLASS's `producer_tail`).
         """
         strange = any(self.last.get(agent) != count for agent, count in self.arrivals.items())
-        return self.tx < 0 or (self.tx > 0 and not self.arrivals) or (strange and self.phase > 0)
+        return self.tx < 0 or (strange and self.phase > 0)
 
-    def pass_(self, agents: Array, relaxed: bool = False) -> None:
+    def pass_(self, agents: Array, sem: str) -> None:
         """Order these warps after the completed phase that they have observed."""
         clocks = self.cluster.clocks
         self._see()
         clocks.time[agents] = np.maximum(clocks.time[agents], self.done_time)
-        if relaxed:
-            order.passed(self.cluster, agents, self.done)
-            return
-        clocks.acquire(agents, self.done)
-        if self.cluster.cross:
+        rows = self._handed_on(sem)
+        clocks.acquire(agents, self.done, rows)
+        if self.cluster.cross and rows.start == ORDER:
             order.share(self.cluster, np.unique(np.concatenate([agents, np.array(sorted(self.agents), np.int64)])))
 
     def _see(self) -> None:
@@ -173,6 +173,15 @@ def target(cta: Cta, address: int, op: Op, what: str, in_order: bool = False) ->
     barrier = at(cta, address, cluster=True)
     barrier.used_by(cta, what, op, in_order)
     return barrier
+
+
+def deliver(
+    memory: SharedMemory, offsets: Array, words: Array, op: Op, what: str, barrier: Mbarrier, latency: float = 0.0
+) -> None:
+    """Write what an asynchronous operation brings, and count its bytes at a barrier."""
+    memory.check(offsets, words.itemsize, what)
+    memory.store(offsets, words, op, what)
+    barrier.complete(words.nbytes, op, latency)
 
 
 # --- life of a barrier ------------------------------------------------------------------------------------------------
@@ -260,26 +269,9 @@ def arrive(
     """Arrive with a count, or once with expected bytes. The token is 0: tests are by parity."""
     for _, agent, barrier, number in _arrivals(w, mask, address, numbers, space in _ANYWHERE):
         barrier.used_by(w.cta, "an arrival", agent=agent)
-        barrier.arrive(agent, *((1, number) if expect else (number, 0)), relaxed=sem == ".relaxed")
+        barrier.arrive(agent, *((1, number) if expect else (number, 0)), sem)
     _go_on(w, mask)
     return np.zeros(1, np.uint64)
-
-
-@called(
-    f"mbarrier.{{expect_tx|complete_tx}}{{|.relaxed}}{{|.cta|.cluster}}{_SPACE}.b64",
-    operands="$0 $3 [] u4",
-    since=90,
-    golden="mbarrier",
-)
-def transaction(w: WarpBatch, mask: Array | None, how: str, space: str, address: Array, count: Array) -> None:
-    for lane, where, number in w.each(mask, address, count):
-        barrier = at(w.cta, where, space in _ANYWHERE)
-        agent = int(w.lane_agents[lane])
-        barrier.seen(agent)
-        barrier.used_by(w.cta, "a change of the expected bytes", agent=agent)
-        barrier.add_tx(number if how == "expect_tx" else -number)
-        if how == "complete_tx":
-            barrier.advance()
 
 
 @called("cp.async.mbarrier.arrive.noinc{|.shared|.shared::cta}.b64", operands="[]", golden="mbarrier")
@@ -324,7 +316,7 @@ def wait(w: WarpBatch, mask: Array | None, sem: str, address: Array, expected: A
         for agent in agents:
             barrier.seen(int(agent))
         if (barrier.phase & 1) != (want & 1):
-            barrier.pass_(agents, sem == ".relaxed")
+            barrier.pass_(agents, sem)
             w.passed = barrier.name
             done[some] = True
         else:

@@ -100,7 +100,7 @@ def activemask(w: WarpBatch, mask: Array | None) -> Array:
     return ballot(w.active(mask).reshape(-1, 32))[w.row]
 
 
-@called("match.any.sync{.b32|.b64}", operands=". u4", results="u4", **_TOGETHER)
+@called("match.any.sync.b32", operands=". u4", results="u4", **_TOGETHER)
 def match_any(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> Array:
     members(w, mask, member, "match.sync")
     rows = w.full(a).reshape(-1, 32)
@@ -109,7 +109,7 @@ def match_any(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> Arra
     return ballot(same.reshape(-1, 32))
 
 
-@called("match.all.sync{.b32|.b64}", operands=". u4", results="u4 p", **_TOGETHER)
+@called("match.all.sync.b32", operands=". u4", results="u4 p", **_TOGETHER)
 def match_all(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> tuple[Array, Array]:
     same = match_any(w, mask, a, member)
     here = activemask(w, mask)
@@ -139,6 +139,6 @@ def elect(w: WarpBatch, mask: Array | None, member: Array) -> tuple[Array, Array
     return chosen, w.lane == chosen
 
 
-@called("bar.warp.sync", "barrier.warp.sync", operands="u4", conformance="order", **_TOGETHER)
+@called("bar.warp.sync", operands="u4", conformance="order", **_TOGETHER)
 def bar_warp(w: WarpBatch, mask: Array | None, member: Array) -> None:
     members(w, mask, member, "bar.warp.sync")
