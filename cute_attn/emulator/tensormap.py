@@ -100,6 +100,7 @@ class TensorMap:
                 raise LaunchFault(f"tensor map {self}: {rule}")
 
     def encode(self) -> bytes:
+        """The bytes that cuTensorMapEncodeTiled makes."""
         units = [stride >> 4 for stride in self.strides]
         fields = {"address": self.address, "rank": self.rank - 1, "type": list(DTYPES).index(self.dtype)}
         fields |= {"swizzle": self.swizzle, "l2": self.l2}
@@ -129,20 +130,6 @@ def decode(raw: bytes) -> TensorMap:
     if found.encode() != raw:
         raise MemoryFault(f"a tensor map with fields that the emulator does not know: {raw.hex()}")
     return found
-
-
-def encode_tiled(
-    dtype: str,
-    address: int,
-    dims: Sequence[int],
-    strides: Sequence[int],
-    box: Sequence[int],
-    *,
-    swizzle: int = 0,
-    l2: int = 0,
-) -> bytes:
-    """Encode a map as cuTensorMapEncodeTiled does: `strides` in bytes, of all dimensions but the innermost."""
-    return TensorMap(address, dtype, tuple(dims), tuple(strides), tuple(box), swizzle, l2).encode()
 
 
 @dataclass(frozen=True)

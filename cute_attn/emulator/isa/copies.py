@@ -11,7 +11,7 @@ import numpy as np
 from cute_attn.emulator import access
 from cute_attn.emulator.clocks import ORDER, Op
 from cute_attn.emulator.dtypes import Array, some
-from cute_attn.emulator.errors import Divergence, PtxError
+from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import SharedMemory
 from cute_attn.emulator.warp_batch import WarpBatch
@@ -177,25 +177,19 @@ def outstanding(w: WarpBatch, position: int) -> list[Op]:
     return [op for group in groups for op in group.ops]
 
 
-def _warps(w: WarpBatch, mask: Array | None, what: str) -> Array:
-    """Positions of the participating warps. All lanes of each must be active, because groups are kept per warp."""
-    if mask is None:
-        return np.arange(len(w.warps))
-    rows = mask.reshape(-1, 32)
-    if (rows.any(axis=1) & ~rows.all(axis=1)).any():
-        raise Divergence(f"{what} by some lanes of a warp is not supported")
-    return np.flatnonzero(rows.any(axis=1))
+# Groups are kept per warp: lanes on their own are refused.
+_GROUPS: dict[str, Any] = {"conformance": "order", "golden": "copies"}
 
 
-@called("cp.async.commit_group", conformance="order", golden="copies")
+@called("cp.async.commit_group", aligned="cp.async.commit_group", **_GROUPS)
 def commit(w: WarpBatch, mask: Array | None) -> None:
-    for position in _warps(w, mask, "cp.async.commit_group"):
+    for position in w.row[w.first_lanes(mask)]:
         _groups(w, int(position)).append(Group())
 
 
-@called("cp.async.wait_group", operands="#", conformance="order", golden="copies")
+@called("cp.async.wait_group", operands="#", aligned="cp.async.wait_group", **_GROUPS)
 def wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
-    for position in _warps(w, mask, "cp.async.wait_group"):
+    for position in w.row[w.first_lanes(mask)]:
         groups = _groups(w, int(position))
         while len(groups) - 1 > keep:
             group = groups.pop(0)

@@ -55,7 +55,7 @@ class Form:
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
         """Pattern that matches every opcode of the template; its groups are the choices."""
-        pieces = _GROUP.split(self.template)
+        pieces = GROUP.split(self.template)
         groups = ["(" + "|".join(map(re.escape, choices.split("|"))) + ")" for choices in pieces[1::2]]
         return re.compile(
             "".join(itertools.chain.from_iterable(zip(map(re.escape, pieces[::2]), (*groups, ""), strict=True)))
@@ -64,7 +64,7 @@ class Form:
 
 FORMS: list[Form] = []
 _BY_WORD: dict[str, list[Form]] = {}  # by what stands before the first dot
-_GROUP = re.compile(r"\{([^}]*)\}")
+GROUP = re.compile(r"\{([^}]*)\}")
 
 
 def form(*templates: str, **traits: Any) -> Callable[[Build], Build]:
@@ -74,7 +74,7 @@ def form(*templates: str, **traits: Any) -> Callable[[Build], Build]:
         for template in templates:
             entry = Form(template, build, **traits)
             FORMS.append(entry)
-            first = _GROUP.match(template)
+            first = GROUP.match(template)
             for start in first[1].split("|") if first else [template]:
                 _BY_WORD.setdefault(re.split(r"[.{]", start)[0], []).append(entry)
         return build
@@ -126,17 +126,6 @@ def called(*templates: str, operands: str = "", results: str = "", **traits: Any
         return function
 
     return register
-
-
-def expand(template: str) -> list[tuple[str, tuple[str, ...]]]:
-    """List every opcode of a template, with its choices."""
-    groups = [group.split("|") for group in _GROUP.findall(template)]
-    pieces = _GROUP.split(template)[::2]
-    found = []
-    for choices in itertools.product(*groups):
-        opcode = "".join(itertools.chain.from_iterable(zip(pieces, (*choices, ""), strict=True)))
-        found.append((opcode, choices))
-    return found
 
 
 @functools.lru_cache(4096)  # opcodes

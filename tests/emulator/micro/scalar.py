@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cute_attn.emulator.isa.registry import expand
-from tests.emulator.micro.case import Case, elementwise, rng, values
+from tests.emulator.micro.case import Case, elementwise, expand, rng, values
 
 _INTS, _HALVES = "{.s16|.u16|.s32|.u32|.s64|.u64}", "{.f16x2|.bf16x2}"
 _TO_INTS = "{.rni|.rzi|.rmi|.rpi}"

@@ -165,7 +165,8 @@ class Problem:
     def _encode(self, name: str, dims: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
         item = "bfloat16" if name == "o" else self.item
         size = 1 if item == "uint8" else 2
-        return tensormap.encode_tiled(item, self.address[name], dims, [size * s for s in strides], box, swizzle=3)
+        parts = tuple(dims), tuple(size * s for s in strides), tuple(box)
+        return tensormap.TensorMap(self.address[name], item, *parts, swizzle=3).encode()
 
     def scheduler(self) -> list[bytes]:
         """Parameters of their tile schedulers: of blocks in order, of causal blocks by falling cost."""
