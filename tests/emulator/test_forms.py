@@ -26,8 +26,6 @@ def test_every_opcode_has_one_form() -> None:
     assert len(registry.FORMS) > 100
     opcodes: set[str] = set()
     for form in registry.FORMS:
-        assert form.conformance in ("exact", "approx", "order", "unverified"), form.template
-        assert form.conformance != "unverified" or not form.golden, form.template
         expanded = expand(form.template)
         assert opcodes.isdisjoint(opcode for opcode, _ in expanded), form.template
         opcodes.update(opcode for opcode, _ in expanded)

@@ -24,7 +24,7 @@ UFUNCS: dict[str, np.ufunc] = {
     ".xor": np.bitwise_xor,
 }
 
-_ATOMIC: dict[str, Any] = {"operands": "$0 $2 $3 $type [*] .", "golden": "atomics"}
+_ATOMIC: dict[str, Any] = {"operands": "$0 $2 $3 $type [*] ."}
 
 
 @called(f"red{_FORM}", **_ATOMIC)

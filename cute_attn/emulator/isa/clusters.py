@@ -22,10 +22,10 @@ LATENCY = 400  # of virtual time, for the timeline: of clusterlaunchcontrol
 
 # The address of a CTA that does not exist is an error only when it is used.
 _MAPPED = f"{{0}} & u4.type({OFFSET_MASK}) | {{1}} << u4.type({RANK_SHIFT})"
-computed({"mapa{|.shared::cluster}.u32": _MAPPED}, since=90, golden="cluster")
+computed({"mapa{|.shared::cluster}.u32": _MAPPED}, since=90)
 
 
-_MEETING: dict[str, Any] = {"since": 90, "solo": True, "golden": "cluster"}
+_MEETING: dict[str, Any] = {"since": 90, "solo": True}
 
 
 @called("barrier.cluster.arrive{|.release|.relaxed}{|.aligned}", aligned="barrier.cluster.arrive", **_MEETING)
@@ -65,7 +65,6 @@ def wait(w: WarpBatch, mask: Array | None) -> None:
     "st.async{|.weak}.shared::cluster.mbarrier::complete_tx::bytes{|.v2|.v4}{.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}",
     operands="[u4] {.} [u4]",
     since=90,
-    golden="cluster",
 )
 def st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Array, ...], barrier: Array) -> None:
     """One operation for all lanes of a warp that count at the same barrier: their clocks are equal."""
@@ -90,13 +89,10 @@ def _groups(lanes: Array, *keys: Array) -> Iterator[Array]:
 # --- clusterlaunchcontrol ---------------------------------------------------------------------------------------------
 
 
-_UNVERIFIED: dict[str, Any] = {"since": 100, "conformance": "unverified"}
-
-
 @called(
     "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.multicast::cluster::all.b128",
     operands="[] []",
-    **_UNVERIFIED,
+    since=100,
 )
 def try_cancel(w: WarpBatch, mask: Array | None, address: Array, barrier: Array) -> None:
     """Write the response to each CTA, opaque to programs: coordinates of the first CTA, and whether there is one."""
@@ -116,5 +112,5 @@ computed(
     {f"{_QUERY}.get_first_ctaid::{axis}.b32.b128": _WORD.format(i) for i, axis in enumerate("xyz")}
     | {f"{_QUERY}.is_canceled.pred.b128": f"{_WORD.format(3)} != 0"},
     kinds={"results": "^"},
-    **_UNVERIFIED,
+    since=100,
 )

@@ -38,7 +38,6 @@ def _rows(
     operands="$0 $1 [u4]",
     results="{u4}",
     aligned="ldmatrix",
-    golden="matrix",
 )
 def ldmatrix(w: WarpBatch, mask: Array | None, matrices: str, trans: str, address: Array) -> Array:
     count = int(matrices)
@@ -70,7 +69,6 @@ def _lanes(w: WarpBatch, mask: Array | None, words: Array) -> Array:
     operands="$0 [u4]",
     results="{u4}",
     since=100,
-    conformance="unverified",
     aligned="ldmatrix",
 )
 def ldmatrix_bytes(w: WarpBatch, mask: Array | None, matrices: str, address: Array) -> Array:
@@ -81,13 +79,7 @@ def ldmatrix_bytes(w: WarpBatch, mask: Array | None, matrices: str, address: Arr
     return _lanes(w, mask, np.ascontiguousarray(items).view(np.uint32).reshape(2 * count, -1))
 
 
-@called(
-    f"stmatrix.sync.aligned.m8n8.x{{1|2|4}}{_SHARED}.b16",
-    operands="[u4] {u4}",
-    since=90,
-    aligned="stmatrix",
-    golden="matrix",
-)
+@called(f"stmatrix.sync.aligned.m8n8.x{{1|2|4}}{_SHARED}.b16", operands="[u4] {u4}", since=90, aligned="stmatrix")
 def stmatrix(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
     count = len(sources)
     memory, offsets, agents, present = _rows(w, mask, address, count, "stmatrix")
@@ -126,7 +118,6 @@ def _groups(w: WarpBatch, position: int) -> list[Group]:
 @called(
     f"cp.async{{.ca|.cg}}{_SHARED}.global{{|.L2::cache_hint}}{{|.L2::64B|.L2::128B|.L2::256B}}",
     operands="$0 [u4] [u8] # u4=None",
-    golden="copies",
 )
 def cp_async(
     w: WarpBatch, mask: Array | None, cache: str, target: Array, source: Array, size: int, given: Array | None
@@ -178,16 +169,15 @@ def outstanding(w: WarpBatch, position: int) -> list[Op]:
 
 
 # Groups are kept per warp: lanes on their own are refused.
-_GROUPS: dict[str, Any] = {"conformance": "order", "golden": "copies"}
 
 
-@called("cp.async.commit_group", aligned="cp.async.commit_group", **_GROUPS)
+@called("cp.async.commit_group", aligned="cp.async.commit_group")
 def commit(w: WarpBatch, mask: Array | None) -> None:
     for position in w.row[w.first_lanes(mask)]:
         _groups(w, int(position)).append(Group())
 
 
-@called("cp.async.wait_group", operands="#", aligned="cp.async.wait_group", **_GROUPS)
+@called("cp.async.wait_group", operands="#", aligned="cp.async.wait_group")
 def wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
     for position in w.row[w.first_lanes(mask)]:
         groups = _groups(w, int(position))

@@ -21,7 +21,7 @@ _SIZES = "{" + _PAIRS + "|.v4" + "|.v4".join(_NARROW.split("|")) + "}"  # up to 
 _SHARED = f".shared{{|::cta|::cluster}}{_SIZES}"
 
 
-@form(f"ld.param{{|.v2|.v4}}{_TYPES}", golden="memory")
+@form(f"ld.param{{|.v2|.v4}}{_TYPES}")
 def ld_param(e: Emitter, inst: Inst, vec: str, kind: str) -> None:
     d, source = inst.operands
     if not isinstance(source, Addr) or not isinstance(source.base, Sym):
@@ -35,18 +35,13 @@ def ld_param(e: Emitter, inst: Inst, vec: str, kind: str) -> None:
 # --- loads ------------------------------------------------------------------------------------------------------------
 
 
-@called(f"ld{_SHARED}", operands="$type $items [u4] $0", results="{.}", golden="memory")
+@called(f"ld{_SHARED}", operands="$type $items [u4] $0", results="{.}")
 def ld_shared(w: WarpBatch, mask: Array | None, word: Any, count: int, address: Array, space: str) -> list[Array]:
     rows = access.load_shared(w, mask, address, word.itemsize * count, "ld.shared", space == "::cluster")
     return _columns(rows, word)
 
 
-@called(
-    f"ld{{|.relaxed.gpu}}.global{{|.ca|.cg|.cs}}{_SIZES}",
-    operands="$0 $type $items [u8]",
-    results="{.}",
-    golden="memory",
-)
+@called(f"ld{{|.relaxed.gpu}}.global{{|.ca|.cg|.cs}}{_SIZES}", operands="$0 $type $items [u8]", results="{.}")
 def ld_global(w: WarpBatch, mask: Array | None, sem: str, word: Any, count: int, address: Array) -> list[Array]:
     """Load words. Relaxed loads do not race, and order nothing."""
     rows = access.load_global(w, mask, address, word.itemsize * count, "ld.global", strong=sem != "")
@@ -61,13 +56,13 @@ def _columns(rows: Array, word: Any) -> list[Array]:
 # --- stores -----------------------------------------------------------------------------------------------------------
 
 
-@called(f"st{_SHARED}", operands="[u4] {.} $0", golden="memory")
+@called(f"st{_SHARED}", operands="[u4] {.} $0")
 def st_shared(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...], space: str) -> None:
     access.store_shared(w, mask, address, _rows(w, sources), "st.shared", space == "::cluster")
 
 
-@called("st.global.v8{.b32|.f32}", operands="[u8] {.}", since=100, conformance="unverified")  # at multiples of 32
-@called(f"st.global{{|.cg|.cs}}{_SIZES}", operands="[u8] {.}", golden="memory")
+@called("st.global.v8{.b32|.f32}", operands="[u8] {.}", since=100)  # at multiples of 32
+@called(f"st.global{{|.cg|.cs}}{_SIZES}", operands="[u8] {.}")
 def st_global(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
     access.store_global(w, mask, address, _rows(w, sources), "st.global")
 

@@ -187,7 +187,7 @@ def deliver(
 # --- life of a barrier ------------------------------------------------------------------------------------------------
 
 
-@called("mbarrier.init{|.shared|.shared::cta}.b64", operands="[] u4", golden="mbarrier")
+@called("mbarrier.init{|.shared|.shared::cta}.b64", operands="[] u4")
 def init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> None:
     for lane, where, number in w.each(mask, address & OFFSET_MASK, count):
         w.cta.smem.check(np.array([where]), 8, "mbarrier.init")
@@ -258,7 +258,7 @@ def _arrivals(
         yield lane, agent, barrier, number
 
 
-_ARRIVE: dict[str, Any] = {"operands": "$0 $1 $3 [] u4=1", "results": "u8", "golden": "mbarrier"}
+_ARRIVE: dict[str, Any] = {"operands": "$0 $1 $3 [] u4=1", "results": "u8"}
 
 
 @called(f"mbarrier.arrive{{}}{_SEM}{_SPACE}.b64", **_ARRIVE)
@@ -274,7 +274,7 @@ def arrive(
     return np.zeros(1, np.uint64)
 
 
-@called("cp.async.mbarrier.arrive.noinc{|.shared|.shared::cta}.b64", operands="[]", golden="mbarrier")
+@called("cp.async.mbarrier.arrive.noinc{|.shared|.shared::cta}.b64", operands="[]")
 def copies_arrive(w: WarpBatch, mask: Array | None, address: Array) -> None:
     """Arrive for each lane once its copies so far have landed."""
     from cute_attn.emulator.isa.copies import outstanding
@@ -298,13 +298,7 @@ def copies_arrive(w: WarpBatch, mask: Array | None, address: Array) -> None:
 _ACQUIRE = "{|.acquire|.relaxed}{|.cta|.cluster}"
 
 
-@called(
-    f"mbarrier.{{test_wait|try_wait}}.parity{_ACQUIRE}{_SPACE}.b64",
-    operands="$1 [] u4 ?",
-    results="p",
-    solo=True,
-    golden="mbarrier",
-)
+@called(f"mbarrier.{{test_wait|try_wait}}.parity{_ACQUIRE}{_SPACE}.b64", operands="$1 [] u4 ?", results="p", solo=True)
 def wait(w: WarpBatch, mask: Array | None, sem: str, address: Array, expected: Array) -> Array:
     clocks = w.cta.clocks
     since, w.spin_since = w.spin_since, None
@@ -348,6 +342,4 @@ def _tests(
 # --- fences -----------------------------------------------------------------------------------------------------------
 
 
-called("fence.mbarrier_init.release.cluster", since=90, conformance="order", golden="mbarrier")(
-    on_clocks(Clocks.init_fence)
-)
+called("fence.mbarrier_init.release.cluster", since=90)(on_clocks(Clocks.init_fence))

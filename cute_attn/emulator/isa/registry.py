@@ -32,12 +32,10 @@ Run = TypeVar("Run", bound=Callable[..., Any])
 @dataclass(frozen=True)
 class Form:
     """Instruction form. `since`: the first architecture that has it. `only`: the architectures that have it, if not all
-    from there on.
+    from there on. Those from sm_100 on are read from the ISA alone, never compared with a GPU; some of their opcodes
+    occur in published kernels that come out right (`EXERCISED` in tests/emulator/test_corpus.py).
 
-    `conformance`: what the ISA defines of its result: "exact" (every bit), "approx" (an ulp bound), "order" (it has no
-    result); "unverified": read from the ISA alone, never compared with a GPU. Some opcodes of unverified forms occur in
-    published kernels that come out right (`EXERCISED` in tests/emulator/test_corpus.py). `golden`: the family of
-    micro-kernels that compares it with hardware, "" if none does. `converges`: all live lanes of a warp must execute it
+    `converges`: all live lanes of a warp must execute it
     together. `aligned`: all 32 lanes must, and what a report calls it. `solo`: it gets a block of its own and may wait
     or split the batch.
     """
@@ -46,8 +44,6 @@ class Form:
     build: Build
     since: int = 80
     only: tuple[int, ...] = ()
-    conformance: str = "exact"
-    golden: str = ""
     converges: bool = False
     aligned: str = ""
     solo: bool = False

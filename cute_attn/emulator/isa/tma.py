@@ -58,15 +58,8 @@ def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:
     operands=_OPERANDS,
     since=100,
     only=_PAIRS,
-    conformance="unverified",
 )
-@called(
-    f"{_LOAD}.shared::cta{_TILED}{_HINT}",
-    f"{_LOAD}.shared::cluster{_TILED}{_HINT}",
-    operands=_OPERANDS,
-    since=90,
-    golden="tma",
-)
+@called(f"{_LOAD}.shared::cta{_TILED}{_HINT}", f"{_LOAD}.shared::cluster{_TILED}{_HINT}", operands=_OPERANDS, since=90)
 def tensor_load(
     w: WarpBatch,
     mask: Array | None,
@@ -112,10 +105,7 @@ def _post_load(cta: Cta, target: int, pieces: tensormap.Chunks, barrier: int, op
 
 
 @called(
-    f"cp.async.bulk.tensor{_DIMS}.global.shared::cta{{|.tile}}.bulk_group{_HINT}",
-    operands="[u8]{i4} [u4]",
-    since=90,
-    golden="tma",
+    f"cp.async.bulk.tensor{_DIMS}.global.shared::cta{{|.tile}}.bulk_group{_HINT}", operands="[u8]{i4} [u4]", since=90
 )
 def tensor_store(w: WarpBatch, mask: Array | None, table: Array, coordinates: tuple[Array, ...], source: Array) -> None:
     tasks: dict[tuple[int, ...], Task] = {}
@@ -181,7 +171,7 @@ def _check_unread(table: dict[int, list[list[Task]]]) -> None:
             raise MemoryFault(f"the CTA ends while bulk stores of thread {thread} may still read its shared memory")
 
 
-@called("cp.async.bulk.commit_group", since=90, conformance="order", golden="tma")
+@called("cp.async.bulk.commit_group", since=90)
 def commit(w: WarpBatch, mask: Array | None) -> None:
     table = _groups(w.cta)
     for lane in w.lanes(mask):
@@ -189,7 +179,7 @@ def commit(w: WarpBatch, mask: Array | None) -> None:
             table[w.thread(lane)].append([])
 
 
-@called("cp.async.bulk.wait_group{|.read}", operands="#", since=90, solo=True, conformance="order", golden="tma")
+@called("cp.async.bulk.wait_group{|.read}", operands="#", since=90, solo=True)
 def wait_group(w: WarpBatch, mask: Array | None, keep: int) -> None:
     table, clocks = _groups(w.cta), w.cta.clocks
     owners = [lane for lane in w.lanes(mask) if w.thread(lane) in table]
