@@ -12,8 +12,8 @@ from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.warp_batch import WarpBatch
 
-_ORDER = "{|.relaxed|.acquire|.release|.acq_rel}{|.cta|.cluster|.gpu|.sys}"
-_FORM = f"{_ORDER}{{|.global|.shared|.shared::cta}}{{.add|.min|.max|.and|.or|.xor}}{{.b32|.u32|.s32|.b64|.u64|.s64}}"
+_ORDER = "{|.relaxed.gpu|.acquire.gpu|.release.gpu|.acq_rel.gpu}"
+_FORM = f"{_ORDER}{{|.global|.shared}}{{.add|.min|.max|.and|.or|.xor}}{{.b32|.u32|.s32|.b64|.u64|.s64}}"
 
 UFUNCS: dict[str, np.ufunc] = {
     ".add": np.add,
@@ -24,7 +24,7 @@ UFUNCS: dict[str, np.ufunc] = {
     ".xor": np.bitwise_xor,
 }
 
-_ATOMIC: dict[str, Any] = {"operands": "$0 $2 $3 $type [*] ."}
+_ATOMIC: dict[str, Any] = {"operands": "$0 $1 $2 $type [*] ."}
 
 
 @called(f"red{_FORM}", **_ATOMIC)
@@ -32,11 +32,11 @@ _ATOMIC: dict[str, Any] = {"operands": "$0 $2 $3 $type [*] ."}
 def atomic(
     w: WarpBatch, mask: Array | None, sem: str, space: str, op: str, word: Any, address: Array, x: Array
 ) -> Array:
-    width, shared = word.itemsize, space.startswith(".shared")
+    width, shared = word.itemsize, space == ".shared"
     old, at, x = np.zeros(w.size, word), w.full(address), w.full(x)
     if not shared:
         access.check_aligned(at[w.lanes(mask)], width, "atom")
-        if sem in (".release", ".acq_rel"):
+        if sem in (".release.gpu", ".acq_rel.gpu"):
             order.release(w, mask, address)
     for lane in w.lanes(mask):
         if shared:
@@ -50,7 +50,7 @@ def atomic(
             row[:] = after
         else:
             access.write_global(w.cta, at[lane : lane + 1], after[None], None, "atom")
-    if not shared and sem in (".acquire", ".acq_rel"):
+    if not shared and sem in (".acquire.gpu", ".acq_rel.gpu"):
         order.acquire(w, mask, address)
     return old
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator.isa import registry
 from cute_attn.emulator.tensormap import BYTES as MAP_BYTES
 
 VERSION, TARGET = "8.4", "sm_90a"
@@ -221,14 +219,3 @@ def _bits(kind: str) -> int:
 
 def _register_bits(kind: str) -> int:
     return max(_bits(kind), 16)
-
-
-def expand(template: str) -> list[tuple[str, tuple[str, ...]]]:
-    """List every opcode of a template, with its choices."""
-    groups = [group.split("|") for group in registry.GROUP.findall(template)]
-    pieces = registry.GROUP.split(template)[::2]
-    found = []
-    for choices in itertools.product(*groups):
-        opcode = "".join(itertools.chain.from_iterable(zip(pieces, (*choices, ""), strict=True)))
-        found.append((opcode, choices))
-    return found

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tests.emulator.micro.case import Case, elementwise, expand, rng, values
+from cute_attn.emulator.isa.registry import expand
+from tests.emulator.micro.case import Case, elementwise, rng, values
 
 _INTS, _HALVES = "{.s16|.u16|.s32|.u32|.s64|.u64}", "{.f16x2|.bf16x2}"
 _TO_INTS = "{.rni|.rzi|.rmi|.rpi}"
