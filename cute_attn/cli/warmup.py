@@ -48,21 +48,11 @@ class Shape(NamedTuple):
         """Returns what selection knows of a call on a GPU."""
         import torch
 
-        from cute_attn.problem import Features
+        from cute_attn.dispatch.explain import DEFAULTS, settings_of
 
-        dtype, nvfp4 = getattr(torch, self.dtype), kv_dtype == "nvfp4"
-        return Features(
-            torch.device("cuda"),
-            dtype,
-            torch.uint8 if nvfp4 else getattr(torch, kv_dtype),
-            dtype,
-            *(self.num_qo_heads, self.num_kv_heads, self.head_dim, self.head_dim_vo),
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
-            kv_block_scales=nvfp4,
-            kv_source=source,
-            decode=decode,
-        )
+        told = {"kv_dtype": kv_dtype, "logits_soft_cap": 1.0 if self.soft_cap else None}
+        options = argparse.Namespace(**DEFAULTS | self._asdict() | told)
+        return settings_of(options, device=torch.device("cuda"), kv_source=source, decode=decode).features
 
 
 def add(commands: Any) -> None:

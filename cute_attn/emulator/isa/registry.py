@@ -33,8 +33,8 @@ class Form:
     from there on. Those from sm_100 on are read from the ISA alone, never compared with a GPU; some of their opcodes
     occur in published kernels that come out right (`EXERCISED` in tests/emulator/test_corpus.py).
 
-    `converges`: all live lanes of a warp must execute it together. `aligned`: all 32 lanes must, and what a report calls
-    it. `solo`: it gets a block of its own, and may wait or split the batch.
+    `converges`: all live lanes of a warp must execute it together. `aligned`: all 32 lanes must, and what a report
+    calls it. `solo`: it gets a block of its own, and may wait or split the batch.
     """
 
     build: Build
