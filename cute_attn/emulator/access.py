@@ -44,11 +44,9 @@ def shared_of(batch: WarpBatch, addresses: Array, what: str, cluster: bool = Fal
     return found
 
 
-def shared_at(
-    batch: WarpBatch, addresses: Array, nbytes: int, what: str, cluster: bool = False
-) -> tuple[SharedMemory, Array]:
+def shared_at(batch: WarpBatch, addresses: Array, nbytes: int, what: str) -> tuple[SharedMemory, Array]:
     """The CTA's shared memory, and where in it these words are, which must be inside and aligned."""
-    ((memory, _),) = shared_of(batch, addresses, what, cluster)
+    ((memory, _),) = shared_of(batch, addresses, what)
     offsets = offsets_of(addresses)
     memory.check(offsets, nbytes, what)
     return memory, offsets

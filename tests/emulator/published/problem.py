@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cute_attn.emulator import ptx, run, tensormap
+from cute_attn.emulator import launch, ptx, tensormap
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.isa import floats
 from cute_attn.emulator.machine import Stats
@@ -229,4 +229,4 @@ class Problem:
             "smem_bytes": SMEM,
             "params": block,
         }
-        return run.launch(text, description, self.memory, **options)
+        return launch(text, description, self.memory, **options)
