@@ -34,6 +34,7 @@ _ROLES = {  # by instructions: a warp has the first role of which it executes on
     "producer": ("cp.async.bulk.tensor", "cp.async.cg", "cp.async.ca", "cp.async.bulk.shared"),
     "epilogue": ("st.global",),
 }
+_NUMBERED = {"math group": 4, "softmax": 4, "math warp": 1}  # roles of several, of so many warps each
 ROW, LEFT, WIDTH, HEAD, TEXT = 18, 150, 1050, 22, "#768390"
 
 
@@ -104,10 +105,7 @@ def trace(events: Sequence[Event]) -> str:
 
 
 def roles(events: Sequence[Event]) -> dict[int, str]:
-    """Returns what each warp of a CTA does, by the instructions that it ran: "producer", "math group 0", "softmax 1".
-
-    Warpgroups that do the same are numbered, and so are warps that multiply on their own.
-    """
+    """What each warp of a CTA does, by the instructions that it ran: "producer", "math group 0", "softmax 1"."""
     of_warps: dict[int, set[str]] = {}
     for e in events:
         for warp in e.warps:
@@ -115,13 +113,9 @@ def roles(events: Sequence[Event]) -> dict[int, str]:
     names = {warp: next((role for role in _ROLES if role in own), "idle") for warp, own in of_warps.items()}
     found: dict[int, str] = {}
     for warp, name in sorted(names.items()):
-        if name in ("math group", "softmax"):
-            groups = sorted({w // 4 for w, other in names.items() if other == name})
-            found[warp] = f"{name} {groups.index(warp // 4)}"
-        elif name == "math warp":
-            found[warp] = f"{name} {sorted(w for w, other in names.items() if other == name).index(warp)}"
-        else:
-            found[warp] = name
+        size = _NUMBERED.get(name, 0)
+        peers = sorted({w // size for w, other in names.items() if other == name}) if size else []
+        found[warp] = f"{name} {peers.index(warp // size)}" if size else name
     return found
 
 

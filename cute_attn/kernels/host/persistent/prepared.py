@@ -100,11 +100,10 @@ def emulated(
     from cute_attn.emulator.tensormap import TensorMap
 
     def encode(length: int, address: int) -> bytes:
-        lengths = [max(size, 1) for size in sizes]
-        lengths[axis] = length or 1
+        lengths = tuple((length or 1) if i == axis else max(size, 1) for i, size in enumerate(sizes))
         used = tuple(stride if size > 1 else 16 for stride, size in zip(strides, lengths[1:], strict=True))
-        sides = tuple(lengths), used, tuple(box)
-        return TensorMap(address or 16, dtype, *sides, swizzle, tensormap.L2_PROMOTION_256B).encode()
+        where = address or 16, dtype, lengths, used, tuple(box)
+        return TensorMap(*where, swizzle, tensormap.L2_PROMOTION_256B).encode()
 
     return encode
 
