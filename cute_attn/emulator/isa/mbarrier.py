@@ -13,6 +13,7 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import BarrierFault
 from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.barriers import on_clocks
+from cute_attn.emulator.isa.copies import outstanding
 from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import MBARRIER, OFFSET_MASK, RANK_SHIFT, SharedMemory
 from cute_attn.emulator.warp_batch import WarpBatch
@@ -213,14 +214,14 @@ def _check_end(cta: Cta) -> None:
                 f"CTA {cta.index} ends in the middle of a phase: {barrier.name} has {came} of {barrier.count} arrivals "
                 f"and {barrier.tx} bytes are missing in phase {barrier.phase}"
             )
-    _check_remote(cta, cta.clocks)
+    _check_remote(cta)
 
 
-def _check_remote(cta: Cta, clocks: Clocks) -> None:
+def _check_remote(cta: Cta) -> None:
     """Check that what other CTAs do at barriers of this one comes before its end, on every schedule: a warp of it has
     seen the phase complete, or that of a later commit of the same thread. Arrivals of warps need only happen before.
     """
-    seen = clocks.v[cta.first_agent : cta.first_agent + cta.num_warps, ORDER].max(axis=0)
+    seen = cta.clocks.v[cta.first_agent : cta.first_agent + cta.num_warps, ORDER].max(axis=0)
     latest = cta.unit("seen of other CTAs", dict[int, int])
     for barrier in cta.mbarriers.values():
         for use in barrier.remote:
@@ -277,8 +278,6 @@ def arrive(
 @called("cp.async.mbarrier.arrive.noinc{|.shared|.shared::cta}.b64", operands="[]")
 def copies_arrive(w: WarpBatch, mask: Array | None, address: Array) -> None:
     """Arrive for each lane once its copies so far have landed."""
-    from cute_attn.emulator.isa.copies import outstanding
-
     copies = {}
     for row in np.unique(w.row[w.lanes(mask)]):
         ops = outstanding(w, int(row))
