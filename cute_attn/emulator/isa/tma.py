@@ -35,8 +35,8 @@ _TILED = ".global{|.tile}.mbarrier::complete_tx::bytes"
 _OPERANDS = "[u4] [u8]{i4} [u4]"
 
 
-def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:
-    """Decode the tensor map at an address in the parameters or in global memory."""
+def _map_of(w: WarpBatch, lane: int, address: int, at: int, place: list[int], what: str) -> tensormap.TensorMap:
+    """The tensor map at an address in the parameters or in global memory, checked with the box of a lane's copy."""
     cache: dict[int, tensormap.TensorMap] = w.cta.grid.tensor_maps
     found = cache.get(address)
     if found is None:
@@ -49,6 +49,12 @@ def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:
             rows = access.read_global(w.cta, np.array([address]), tensormap.BYTES, None, "a tensor map's read")
             raw = rows.tobytes()
         found = cache[address] = tensormap.decode(raw)
+    if len(place) != found.rank:
+        raise PtxError(f"{len(place)} coordinates of a tensor of rank {found.rank}", lane)
+    if place[0] * found.item_bytes % tensormap.UNIT:
+        raise MemoryFault(f"TMA at {tuple(place)}: a box must start at a multiple of 16 bytes", lane)
+    if at % 128:
+        raise MemoryFault(f"{what} shared {at:#x}, which is not aligned to 128 bytes", lane)
     return found
 
 
@@ -61,29 +67,14 @@ def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:
 )
 @called(f"{_LOAD}.shared::cta{_TILED}{_HINT}", f"{_LOAD}.shared::cluster{_TILED}{_HINT}", operands=_OPERANDS, since=90)
 def tensor_load(
-    w: WarpBatch,
-    mask: Array | None,
-    target: Array,
-    table: Array,
-    coordinates: tuple[Array, ...],
-    barrier: Array,
+    w: WarpBatch, mask: Array | None, target: Array, table: Array, coordinates: tuple[Array, ...], barrier: Array
 ) -> None:
     """Load boxes. With .cta_group::2 the barrier may be that of the CTA's peer."""
     for lane, map_address, at, counted, *place in w.each(mask, table, target, barrier, *coordinates):
-        tensor = _map_at(w, map_address)
-        _check_place(tensor, place, lane)
-        if at % 128:
-            raise MemoryFault(f"TMA load to shared {at:#x}, which is not aligned to 128 bytes", lane)
+        tensor = _map_of(w, lane, map_address, at, place, "TMA load to")
         op = w.begin_op(int(w.row[lane]), "TMA load")
         pieces = tensormap.chunks(tensor, place, tensor.line_bytes)
         _post_load(w.cta, at, pieces, counted, op, f"TMA load at {tuple(place)}")
-
-
-def _check_place(tensor: tensormap.TensorMap, place: list[int], lane: int) -> None:
-    if len(place) != tensor.rank:
-        raise PtxError(f"{len(place)} coordinates of a tensor of rank {tensor.rank}", lane)
-    if place[0] * tensor.item_bytes % tensormap.UNIT:
-        raise MemoryFault(f"TMA at {tuple(place)}: a box must start at a multiple of 16 bytes", lane)
 
 
 def _post_load(cta: Cta, target: int, pieces: tensormap.Chunks, barrier: int, op: Op, what: str) -> None:
@@ -110,19 +101,16 @@ def _post_load(cta: Cta, target: int, pieces: tensormap.Chunks, barrier: int, op
 def tensor_store(w: WarpBatch, mask: Array | None, table: Array, coordinates: tuple[Array, ...], source: Array) -> None:
     tasks: dict[tuple[int, ...], Task] = {}
     for lane, map_address, at, *place in w.each(mask, table, source, *coordinates):
-        tensor = _map_at(w, map_address)
-        _check_place(tensor, place, lane)
+        tensor = _map_of(w, lane, map_address, at, place, "TMA store from")
         if min(place) < 0:  # unlike a load
             raise MemoryFault(f"TMA store at {tuple(place)}: no coordinate may be negative", lane)
-        if at % 128:
-            raise MemoryFault(f"TMA store from shared {at:#x}, which is not aligned to 128 bytes", lane)
         # A warp whose 32 lanes all store one box issues 32 stores with the effect of one.
         key = (int(w.row[lane]), map_address, at, *place)
         if key not in tasks:
             op = w.begin_op(int(w.row[lane]), "TMA store")
             pieces = tensormap.chunks(tensor, place, tensor.stored_line_bytes)
             tasks[key] = _posted_store(w.cta, at, pieces, op, f"TMA store at {tuple(place)}")
-        _open_group(w, lane).append(tasks[key])
+        _groups(w.cta)[w.thread(lane)][-1].append(tasks[key])
 
 
 def _posted_store(cta: Cta, source: int, pieces: tensormap.Chunks, op: Op, what: str) -> Task:
@@ -157,11 +145,6 @@ class Task:
 def _groups(cta: Cta) -> dict[int, list[list[Task]]]:
     """Stores by thread: groups, oldest first; the last is open."""
     return cta.unit("bulk groups", lambda: collections.defaultdict(lambda: [[]]), _check_unread)
-
-
-def _open_group(w: WarpBatch, lane: int) -> list[Task]:
-    """The open group of a thread."""
-    return _groups(w.cta)[w.thread(lane)][-1]
 
 
 def _check_unread(table: dict[int, list[list[Task]]]) -> None:
