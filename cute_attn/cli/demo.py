@@ -94,16 +94,12 @@ class Conversation:
         k, v = self.k[layer, :n], self.v[layer, :n]
         return cast("torch.Tensor", single_decode_with_kv_cache(self.q[n - 1], k, v, backend=self.backend))[None]
 
-    def lengths(self) -> range:
-        """Returns the cache lengths of the decode steps."""
-        return range(self.model.prompt + 1, self.model.prompt + self.model.steps + 1)
-
     def outputs(self) -> Iterator[tuple[str, int, torch.Tensor, int]]:
         """Yields (phase, layer, output, cache length): prefill in the first and last layer, then every decode step."""
         last = self.model.num_layers - 1
         for layer in (0, last):
             yield "prefill", layer, self.prefill(layer), self.model.prompt
-        for n in self.lengths():
+        for n in range(self.model.prompt + 1, self.model.prompt + self.model.steps + 1):
             layer = n % self.model.num_layers
             yield "decode", layer, self.decode(layer, n), n
 
@@ -154,7 +150,7 @@ def on_gpu(device: torch.device) -> int:
     conversation = Conversation(LLAMA, device)
     errors = conversation.errors(by_reference)  # also compiles and loads the kernels
     prompt, n = LLAMA.prompt, LLAMA.prompt + LLAMA.steps
-    prefill_s = graph_seconds(lambda layer: conversation.prefill(layer)) / LLAMA.num_layers
+    prefill_s = graph_seconds(conversation.prefill) / LLAMA.num_layers
     decode_s = graph_seconds(lambda layer: conversation.decode(layer, n)) / LLAMA.num_layers
     flops = 2 * (prompt * (prompt + 1) // 2) * 2 * LLAMA.head_dim * LLAMA.num_qo_heads
     num_bytes = 2 * 2 * LLAMA.head_dim * (n * LLAMA.num_kv_heads + LLAMA.num_qo_heads)
@@ -163,7 +159,7 @@ def on_gpu(device: torch.device) -> int:
         ("decode", f"1 token, cache of {n}", f"{decode_s * 1e6:.1f} us", f"{num_bytes / decode_s / 1e9:.0f} GB/s"),
     ]
     accurate = show(("phase", "work", "per layer", "speed"), rows, errors)
-    print(f"\n{len(conversation.lengths())} decode steps over the growing cache were checked, prefill in two layers.")
+    print(f"\n{LLAMA.steps} decode steps over the growing cache were checked, prefill in two layers.")
     return 0 if accurate else 1
 
 

@@ -105,17 +105,13 @@ def barrier_names(record: Record) -> dict[int, str]:
     from cute_attn.emulator.memory import SHARED_START
     from cute_attn.kernels.catalog import from_dict
     from cute_attn.kernels.fa3.smem import HopperMemory
-    from cute_attn.kernels.fa3.spec import Fa3Spec
     from cute_attn.kernels.fa4.smem import BlackwellMemory
-    from cute_attn.kernels.fa4.spec import Fa4Spec
 
-    spec = from_dict(record.spec)
-    if isinstance(spec, Fa3Spec):
-        smem = HopperMemory.of(spec).map
-    elif isinstance(spec, Fa4Spec):
-        smem = BlackwellMemory.of(spec).map
-    else:
+    layouts: dict[str, Any] = {"fa3": HopperMemory, "fa4": BlackwellMemory}
+    layout = layouts.get(record.spec["kernel"])
+    if layout is None:
         return {}
+    smem = layout.of(from_dict(record.spec)).map
     found = {}
     for ring in smem.rings:
         names = [f"{ring.name} {state} {stage}" for state in ("full", "empty") for stage in range(ring.stages)]

@@ -26,7 +26,9 @@ KV_DTYPES = (*HALF, "float8_e4m3fn", "float8_e5m2", "nvfp4")
 
 
 class Shape(NamedTuple):
-    """Attention of one kind of layer on one GPU."""
+    """Attention of one kind of layer on one GPU. `latent`: its paged cache holds latent rows (MLA), which decode reads;
+    these heads and dimensions are those of prompts, whose keys and values are decompressed.
+    """
 
     num_qo_heads: int
     num_kv_heads: int
@@ -35,31 +37,22 @@ class Shape(NamedTuple):
     dtype: str
     soft_cap: bool = False
     sinks: bool = False
+    latent: bool = False
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_vo else f"{self.head_dim}/{self.head_dim_vo}"
-        options = [name for name in ("soft_cap", "sinks") if getattr(self, name)]
+        options = [name for name in ("soft_cap", "sinks", "latent") if getattr(self, name)]
         return ", ".join((f"{self.num_qo_heads}/{self.num_kv_heads} heads", f"head dim {dims}", self.dtype, *options))
 
     def features(self, kv_dtype: str, source: str, decode: bool) -> Features:
         """Returns what selection knows of a call on a GPU."""
         import torch
 
-        from cute_attn.problem import Features
+        from cute_attn.dispatch.explain import DEFAULTS, settings_of
 
-        dtype, nvfp4 = getattr(torch, self.dtype), kv_dtype == "nvfp4"
-        return Features(
-            torch.device("cuda"),
-            dtype,
-            torch.uint8 if nvfp4 else getattr(torch, kv_dtype),
-            dtype,
-            *(self.num_qo_heads, self.num_kv_heads, self.head_dim, self.head_dim_vo),
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
-            kv_block_scales=nvfp4,
-            kv_source=source,
-            decode=decode,
-        )
+        told = {"kv_dtype": kv_dtype, "logits_soft_cap": 1.0 if self.soft_cap else None}
+        options = argparse.Namespace(**DEFAULTS | self._asdict() | told)
+        return settings_of(options, device=torch.device("cuda"), kv_source=source, decode=decode).features
 
 
 def add(commands: Any) -> None:
@@ -176,24 +169,28 @@ def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> t
     from cute_attn.dispatch.capabilities import ROWS_CLASSES, Load
     from cute_attn.dispatch.families import FAMILIES
     from cute_attn.errors import NotSupported
+    from cute_attn.kernels.mla.tiles import specs_of_cache
     from cute_attn.kernels.plan.spec import PlanSpec
     from cute_attn.kernels.xqa.spec import LengthsSpec
 
     found: list[KernelSpec] = []
     reasons = []
-    for source in sources:
-        for decode in (False, True):
-            asked = shape.features(kv_dtype, source, decode)
-            calls = [asked, asked._replace(device_lengths=True)] if decode and source == "paged" else [asked]
-            for features in calls:
-                try:
-                    loads = map(Load._make, product(ROWS_CLASSES[8 * features.kv_dtype.itemsize], (False, True)))
-                    backends = {select.choose(features, "auto", arch, load).name for load in loads}
-                except NotSupported as error:
-                    reasons.append(f"{select.title(features, arch)}: {error.refusals[0]}")
-                    continue
-                for name in sorted(backends):
-                    found += FAMILIES[name].specs(features, arch)
+    if shape.latent and "paged" in sources:
+        found += specs_of_cache(shape.dtype, "" if kv_dtype == shape.dtype else kv_dtype, arch)
+        reasons += [] if found else [f"{arch.name}; latent attention over a cache of {kv_dtype}"]
+    plain = [source for source in sources if not (shape.latent and source == "paged")]
+    for source, decode in product(plain, (False, True)):
+        asked = shape.features(shape.dtype if shape.latent else kv_dtype, source, decode)
+        calls = [asked, asked._replace(device_lengths=True)] if decode and source == "paged" else [asked]
+        for features in calls:
+            try:
+                loads = map(Load._make, product(ROWS_CLASSES[8 * features.kv_dtype.itemsize], (False, True)))
+                backends = {select.choose(features, "auto", arch, load).name for load in loads}
+            except NotSupported as error:
+                reasons.append(f"{select.title(features, arch)}: {error.refusals[0]}")
+                continue
+            for name in sorted(backends):
+                found += FAMILIES[name].specs(features, arch)
     if found and "paged" in sources:
         found += _appends(shape.dtype, kv_dtype)
     if found and {"paged", "ragged"} & {*sources}:
@@ -256,21 +253,26 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def of_config(config: dict[str, Any], dtype: str | None) -> list[Shape]:
     """Returns the kinds of layers of a model."""
-    if config.get("kv_lora_rank"):
-        raise ArgumentError(
-            "the model has multi-head latent attention (kv_lora_rank), whose kernels are not listed: calls compile them"
-        )
+    from cute_attn.kernels.mla.spec import LATENT, ROPE
+
     heads = config.get("num_attention_heads")
     if type(heads) is not int or heads < 1:
         raise ArgumentError(f"the configuration has no number of attention heads: num_attention_heads is {heads!r}")
-    width = config.get("head_dim") or (config.get("hidden_size") or 0) // heads
     found = dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    found = found if found in HALF else "bfloat16"  # weights in 32 bits are converted before they are served
+    if rank := config.get("kv_lora_rank"):
+        rope, nope = config.get("qk_rope_head_dim"), config.get("qk_nope_head_dim") or 0
+        if rank != LATENT or rope != ROPE:
+            needed = f"kv_lora_rank {LATENT} and qk_rope_head_dim {ROPE}"
+            raise ArgumentError(f"latent attention has kernels for {needed}, the configuration has {rank} and {rope}")
+        return [Shape(heads, heads, nope + ROPE, config.get("v_head_dim") or nope, found, latent=True)]
+    width = config.get("head_dim") or (config.get("hidden_size") or 0) // heads
     shape = Shape(
         heads,
         config.get("num_key_value_heads") or heads,
         width,
         config.get("v_head_dim") or width,
-        found if found in HALF else "bfloat16",  # weights in 32 bits are converted before they are served
+        found,
         bool(config.get("attn_logit_softcapping")),
         config.get("model_type") == "gpt_oss",
     )

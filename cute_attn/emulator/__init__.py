@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cute_attn.emulator.errors import EmulatorError
-    from cute_attn.emulator.machine import Stats
+    from cute_attn.emulator.machine import Stats, launch
     from cute_attn.emulator.memory import GlobalMemory
-    from cute_attn.emulator.run import launch
     from cute_attn.emulator.schedule import Schedule
     from cute_attn.emulator.settings import using
 
@@ -19,7 +18,7 @@ _MODULES = {
     "GlobalMemory": "memory",
     "Schedule": "schedule",
     "Stats": "machine",
-    "launch": "run",
+    "launch": "machine",
     "using": "settings",
 }
 

@@ -44,11 +44,9 @@ def shared_of(batch: WarpBatch, addresses: Array, what: str, cluster: bool = Fal
     return found
 
 
-def shared_at(
-    batch: WarpBatch, addresses: Array, nbytes: int, what: str, cluster: bool = False
-) -> tuple[SharedMemory, Array]:
+def shared_at(batch: WarpBatch, addresses: Array, nbytes: int, what: str) -> tuple[SharedMemory, Array]:
     """The CTA's shared memory, and where in it these words are, which must be inside and aligned."""
-    ((memory, _),) = shared_of(batch, addresses, what, cluster)
+    ((memory, _),) = shared_of(batch, addresses, what)
     offsets = offsets_of(addresses)
     memory.check(offsets, nbytes, what)
     return memory, offsets
@@ -93,7 +91,7 @@ def words_of(rows: Array) -> Array:
 def load_global(
     batch: WarpBatch, mask: Array | None, addresses: Array, nbytes: int, what: str, strong: bool = False
 ) -> Array:
-    """Load words from global memory. `strong` accesses (relaxed, volatile, acquire) order others and do not race."""
+    """Load words from global memory. `strong` (relaxed) ones do not race."""
     lanes = batch.lanes(mask)
     at = batch.full(addresses)[lanes]
     check_aligned(at, nbytes, what)
@@ -105,13 +103,11 @@ def load_global(
     return out
 
 
-def store_global(
-    batch: WarpBatch, mask: Array | None, addresses: Array, rows: Array, what: str, strong: bool = False
-) -> None:
+def store_global(batch: WarpBatch, mask: Array | None, addresses: Array, rows: Array, what: str) -> None:
     lanes = batch.lanes(mask)
     at = batch.full(addresses)[lanes]
     check_aligned(at, rows.shape[1], what)
-    write_global(batch.cta, at, rows[lanes], None if strong else batch.lane_agents[lanes], what)
+    write_global(batch.cta, at, rows[lanes], batch.lane_agents[lanes], what)
 
 
 def read_global(cta: Cta, addresses: Array, nbytes: int, by: Array | Op | None, what: str) -> Array:

@@ -47,7 +47,7 @@ class EmulatedBound(Bound):
         memory, emulation = _memory.get(), settings.current()
         if memory is None:
             raise RuntimeError("an emulated launch needs emulator.adapter.visible(...) around it")
-        from cute_attn.emulator.run import launch  # the machine: 50 ms that processes with a GPU do without
+        from cute_attn.emulator.machine import launch  # the machine: 50 ms that processes with a GPU do without
 
         grid, *groups = settled
         for write, values in zip(self._block.writers, (moving + self.values_of(tensors), *groups), strict=True):

@@ -74,9 +74,9 @@ class Clocks:
         """Begin new epochs of these warps: what they do from now on."""
         self.v[agents, ORDER, agents] += 1
 
-    def acquire(self, agents: Array, clock: Array) -> None:
+    def acquire(self, agents: Array, clock: Array, rows: slice = slice(TMEM)) -> None:
         """Order these warps after `clock`, except for their TMEM rows."""
-        self.v[agents, :TMEM] = np.maximum(self.v[agents, :TMEM], clock[:TMEM])
+        self.v[agents, rows] = np.maximum(self.v[agents, rows], clock[rows])
 
     def tensor_fence(self, agents: Array, row: int) -> None:
         """Apply tcgen05.fence::before_thread_sync (FENCED) or ::after_thread_sync (TMEM)."""

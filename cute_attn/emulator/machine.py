@@ -1,4 +1,6 @@
-"""CTAs, clusters and the grid: the state of a launch, and the order in which warp batches take turns."""
+"""CTAs, clusters and the grid: the state of a launch, and the order in which warp batches take turns. `launch` is the
+entry point of the emulator.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ import numpy as np
 from cute_attn.emulator.clocks import Clocks
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import Deadlock, LaunchFault, PtxError
-from cute_attn.emulator.isa.order import HappensBefore
+from cute_attn.emulator.isa.order import Message
 from cute_attn.emulator.memory import GENERIC_PARAM, RANK_SHIFT, SHARED_START, GlobalMemory, SharedMemory
-from cute_attn.emulator.program import Block, Program
+from cute_attn.emulator.program import Block, Program, program
 from cute_attn.emulator.schedule import Schedule
 from cute_attn.emulator.timeline import Event, Recorder
 from cute_attn.emulator.warp_batch import WarpBatch
@@ -105,19 +107,12 @@ class Cta:
             return parts[axis].astype(np.uint32)
         if base == "%laneid":
             return batch.lane.astype(np.uint32)
-        if base == "%warpid":
-            return batch.warps[batch.row].astype(np.uint32)
         values: dict[str, int] = {
             "%ntid": self.grid.block[axis],
             "%ctaid": self.index[axis],
             "%nctaid": self.grid.grid[axis],
             "%cluster_ctarank": self.rank,
-            "%cluster_nctarank": int(np.prod(self.grid.cluster)),
-            "%cluster_ctaid": self.index[axis] % self.grid.cluster[axis],
-            "%cluster_nctaid": self.grid.cluster[axis],
             "%clusterid": self.index[axis] // self.grid.cluster[axis],
-            "%nclusterid": self.grid.grid[axis] // self.grid.cluster[axis],
-            "%is_explicit_cluster": int(self.grid.cluster != (1, 1, 1)),
         }
         if base not in values:
             raise PtxError(f"the emulator does not know the special register {name}")
@@ -147,7 +142,7 @@ JOIN_INTERVAL = 40  # rounds after which another cluster starts: a running one m
 
 
 class Grid:
-    """State of one launch. Options: those of `run.launch`."""
+    """State of one launch. Options: those of `launch`."""
 
     def __init__(
         self,
@@ -174,7 +169,7 @@ class Grid:
         self.dependent = bool(launch.get("pdl"))
         self.num_warps = -(-int(np.prod(self.block)) // 32)
         self.registers = self._registers(launch.get("registers"))
-        self.happens_before = HappensBefore()
+        self.released: dict[int, list[Message]] = {}  # by address in global memory
         self.tensor_maps: dict[int, Any] = {}  # decoded, by address
         self.rng = random.Random(self.schedule.seed)
         self.slice = 20 if self.schedule.warps_apart else 400
@@ -342,3 +337,30 @@ class Grid:
             for inst, _, _ in self.program.blocks[index].insts:
                 self.stats.instructions[inst.op] += times
             self.stats.warp_instructions += times * self.program.blocks[index].count
+
+
+def launch(
+    ptx: str,
+    description: dict[str, Any],
+    memory: GlobalMemory,
+    *,
+    checks: bool = True,
+    schedule: Schedule = Schedule(),  # noqa: B008 (frozen)
+    events: bool = False,
+    strict: bool = True,
+) -> Stats:
+    """Execute the kernel `description["symbol"]` of `ptx` on `memory`, in place.
+
+    `description`: symbol, grid, block, cluster, smem_bytes, pdl, params (bytes) and, where parameters are not laid out
+    back to back from offset 0, param_offsets; registers (of a thread) if known.
+    `checks` adds checks of races and proxy fences to those of bounds and initialisation; `events` records what a
+    timeline needs. `strict`: order in tensor memory needs tcgen05.wait::ld and tcgen05.fence, as the PTX ISA has it;
+    without it a tcgen05.ld is over at once and barriers order tensor memory alone. Raises EmulatorError, which says
+    what is wrong and where.
+    """
+    kernel = program(ptx, description["symbol"])
+    for region in memory.regions:
+        region.start_launch(bool(description.get("pdl")))
+    with np.errstate(all="ignore"):
+        grid = Grid(kernel, description, memory, checks=checks, schedule=schedule, events=events, strict=strict)
+        return grid.run()

@@ -12,7 +12,7 @@ from cute_attn.emulator import isa, ptx, unwaited
 from cute_attn.emulator.emit import NAMES, Emitter, homes
 from cute_attn.emulator.errors import EmulatorError, LaunchFault, PtxError
 from cute_attn.emulator.isa.registry import Form, lookup
-from cute_attn.emulator.ptx import Inst, Kernel, Label, Not, Operand, Sym
+from cute_attn.emulator.ptx import Inst, Kernel, Label, Operand, Sym
 
 EXIT = -1
 ENDS = ("bra", "bra.uni", "ret", "ret.uni", "exit")
@@ -121,8 +121,7 @@ class Program:
         if inst.guard is None:
             self._tested(emitter, inst, entry, choices)
             return
-        guard = emitter.get(Not(inst.guard) if inst.negated else inst.guard, "p")
-        emitter.line(f"q = w.full({guard}){' & m' if emitter.masked else ''}")
+        emitter.line(f"q = w.full({emitter.get(inst.guard, 'p')}){' & m' if emitter.masked else ''}")
         emitter.line("if some(q):")
         outer = emitter.mask, emitter.indent
         emitter.mask, emitter.indent = "q", emitter.indent + "  "
@@ -138,20 +137,15 @@ class Program:
         entry.build(emitter, inst, *choices)
         if not self.tracked:
             return
-        reads, writes = self.tracked & emitter.reads, self.tracked & emitter.writes
         own = emitter.lines[start:]
         del emitter.lines[start:]
-        for function, registers in unwaited.before(inst.op, reads):
-            emitter.call(function, list(map(str, registers)))
-        emitter.lines += own
-        for function, registers in unwaited.behind(inst.op, reads, writes):
-            emitter.call(function, list(map(str, registers)))
+        unwaited.emit(emitter, inst.op, own, self.tracked & emitter.reads, self.tracked & emitter.writes)
 
     def _jump(self, emitter: Emitter, inst: Inst, following: int) -> str:
         target = EXIT if inst.op.startswith(("ret", "exit")) else self._target(inst.operands[0])
         if inst.guard is None:
             return f"return {target}"
-        return f"return ({emitter.get(Not(inst.guard) if inst.negated else inst.guard, 'p')}, {target}, {following})"
+        return f"return ({emitter.get(inst.guard, 'p')}, {target}, {following})"
 
     def _target(self, operand: Operand) -> int:
         if not isinstance(operand, Sym) or operand.name not in self.labels:

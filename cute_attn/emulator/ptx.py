@@ -66,8 +66,7 @@ Operand = Reg | Imm | Special | Sym | Vec | Not | Addr
 class Inst(NamedTuple):
     op: str
     operands: tuple[Operand, ...]
-    guard: Reg | None
-    negated: bool
+    guard: Operand | None
     line: int
     text: str
     source: str
@@ -103,7 +102,7 @@ _STATEMENT = re.compile(
     r"\s*(?:(?P<open>\{)|(?P<close>\})|(?P<label>[A-Za-z_$%][\w$]*)\s*:(?!:)"
     r"|(?P<stmt>[^;{}]*(?:\{[^{}]*\}[^;{}]*)*);)"
 )
-_INSTRUCTION = re.compile(r"(?:@(!?)\s*([%\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
+_INSTRUCTION = re.compile(r"(?:@(!?\s*[%\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
 _LOC = re.compile(r"^[ \t]*\.loc[ \t]+(\d+)[ \t]+(\d+)[^\n]*", re.M)
 _FILE = re.compile(r'^[ \t]*\.file[ \t]+(\d+)[ \t]+"([^"]*)"[^\n]*', re.M)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
@@ -211,12 +210,12 @@ class _Reader:
         match = _INSTRUCTION.match(text)
         if match is None:
             raise PtxError(f"cannot read PTX line {self._line(start)}: {text!r}")
-        negated, guard, op, rest = match.groups()
-        register = operands.registers[scope.get(guard, guard)] if guard else None
+        guard, op, rest = match.groups()
         where = bisect.bisect(self.locations, (start, "\uffff"))
         source = self.locations[where - 1][1] if where else ""
+        tested = operands.parse(guard, scope) if guard else None
         parsed = tuple(operands.parse(part, scope) for part in _split(rest))
-        return Inst(op, parsed, register, bool(negated), self._line(start), " ".join(text.split()), source)
+        return Inst(op, parsed, tested, self._line(start), " ".join(text.split()), source)
 
     def _line(self, at: int) -> int:
         return bisect.bisect_left(self.newlines, at) + 1

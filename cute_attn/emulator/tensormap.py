@@ -100,6 +100,7 @@ class TensorMap:
                 raise LaunchFault(f"tensor map {self}: {rule}")
 
     def encode(self) -> bytes:
+        """The bytes that cuTensorMapEncodeTiled makes."""
         units = [stride >> 4 for stride in self.strides]
         fields = {"address": self.address, "rank": self.rank - 1, "type": list(DTYPES).index(self.dtype)}
         fields |= {"swizzle": self.swizzle, "l2": self.l2}
@@ -131,23 +132,9 @@ def decode(raw: bytes) -> TensorMap:
     return found
 
 
-def encode_tiled(
-    dtype: str,
-    address: int,
-    dims: Sequence[int],
-    strides: Sequence[int],
-    box: Sequence[int],
-    *,
-    swizzle: int = 0,
-    l2: int = 0,
-) -> bytes:
-    """Encode a map as cuTensorMapEncodeTiled does: `strides` in bytes, of all dimensions but the innermost."""
-    return TensorMap(address, dtype, tuple(dims), tuple(strides), tuple(box), swizzle, l2).encode()
-
-
 @dataclass(frozen=True)
 class Chunks:
-    """Pieces of a box or of a run of bytes, of equal size: the position of each in shared memory (bytes from the start,
+    """Pieces of a box, of equal size: the position of each in shared memory (bytes from the start,
     before swizzling) and in global memory, and whether it is inside the tensor."""
 
     nbytes: int
@@ -159,12 +146,6 @@ class Chunks:
     def offsets(self, start: int) -> Array:
         """Places in shared memory from `start` on."""
         return swizzled(start + self.shared, self.swizzle)
-
-
-def run(address: int, nbytes: int) -> Chunks:
-    """Cut a run of bytes into pieces of 16."""
-    steps = np.arange(0, nbytes, UNIT)
-    return Chunks(UNIT, steps, address + steps, np.ones(len(steps), np.bool_))
 
 
 def chunks(tensor: TensorMap, place: Sequence[int], line_bytes: int) -> Chunks:

@@ -34,6 +34,7 @@ _ROLES = {  # by instructions: a warp has the first role of which it executes on
     "producer": ("cp.async.bulk.tensor", "cp.async.cg", "cp.async.ca", "cp.async.bulk.shared"),
     "epilogue": ("st.global",),
 }
+_NUMBERED = {"math group": 4, "softmax": 4, "math warp": 1}  # roles of several, of so many warps each
 ROW, LEFT, WIDTH, HEAD, TEXT = 18, 150, 1050, 22, "#768390"
 
 
@@ -59,42 +60,31 @@ class Recorder:
         self.events: list[Event] = []
         self.ends: dict[int, float] = {}  # where each batch's last event ended
         self.blocks: dict[int, tuple[str, frozenset[str]]] = {}  # kind and roles by block
-        self.waits: dict[int, str] = {}
+        self.waits: dict[int, str] = {}  # what each batch waits for behind its last event
 
-    def before(self, batch: WarpBatch) -> float:
-        """Record the pause, if any, of a batch that is about to run; a loop around a failing test is one pause. Return
-        where its next event starts: where its last one ended, or now if it has just split off.
+    def ran(self, batch: WarpBatch, block: Block) -> None:
+        """Record that a batch ran `block`, and the pause since its last event, if any; a loop around a failing test is
+        one pause.
         """
-        now = _time(batch)
-        start = self.ends.get(id(batch), now)
-        if batch.spin_since is None and now > start:
-            what = self.waits.get(id(batch), "another CTA")
-            self.events.append(Event(batch.cta.index, tuple(map(int, batch.warps)), start, now, "wait", what, 0))
-            start = self.ends[id(batch)] = now
-        return start
-
-    def after(self, batch: WarpBatch, block: Block, start: float) -> None:
-        """Record that a batch ran `block` from `start` on."""
+        key, now = id(batch), float(batch.cta.clocks.time[batch.agents].max())
+        start = self.ends.setdefault(key, now - block.count)
         if batch.spin_since is not None:
-            self.waits[id(batch)] = batch.spinning or self.waits.get(id(batch), "")
             return
-        inst = block.insts[0][0]
-        now = _time(batch)
-        paused = now - block.count - start
-        warps = tuple(map(int, batch.warps))
-        if paused > 0:
+        place, inst = (batch.cta.index, tuple(map(int, batch.warps))), block.insts[0][0]
+        began = now - block.count
+        if began > start:
             waiting = next((i for i, _, _ in block.insts if i.op.startswith(_WAITS)), inst)
             what = batch.passed if waiting.op.startswith("mbarrier") and batch.passed else waiting.text
-            self.events.append(Event(batch.cta.index, warps, start, start + paused, "wait", what, waiting.line))
+            found = (self.waits[key], 0) if key in self.waits else (what, waiting.line)
+            self.events.append(Event(*place, start, began, "wait", *found))
         if block.index not in self.blocks:
             self.blocks[block.index] = _nature([inst.op for inst, _, _ in block.insts])
         kind, of_roles = self.blocks[block.index]
-        self.events.append(Event(batch.cta.index, warps, start + paused, now, kind, inst.text, inst.line, of_roles))
-        self.ends[id(batch)] = now
+        self.events.append(Event(*place, max(start, began), now, kind, inst.text, inst.line, of_roles))
+        self.ends[key] = now
+        self.waits.pop(key, None)
         if batch.wait is not None:
-            self.waits[id(batch)] = batch.wait.what
-        elif batch.spinning:
-            self.waits[id(batch)] = batch.spinning
+            self.waits[key] = batch.wait.what
 
 
 def _nature(opcodes: Sequence[str]) -> tuple[str, frozenset[str]]:
@@ -102,10 +92,6 @@ def _nature(opcodes: Sequence[str]) -> tuple[str, frozenset[str]]:
     kinds = (kind for kind, prefixes in _KINDS.items() if any(op.startswith(prefixes) for op in opcodes))
     found = (role for role, prefixes in _ROLES.items() if any(op.startswith(prefixes) for op in opcodes))
     return next(kinds, "other"), frozenset(found)
-
-
-def _time(batch: WarpBatch) -> float:
-    return float(batch.cta.clocks.time[batch.agents].max())
 
 
 def trace(events: Sequence[Event]) -> str:
@@ -119,10 +105,7 @@ def trace(events: Sequence[Event]) -> str:
 
 
 def roles(events: Sequence[Event]) -> dict[int, str]:
-    """Returns what each warp of a CTA does, by the instructions that it ran: "producer", "math group 0", "softmax 1".
-
-    Warpgroups that do the same are numbered, and so are warps that multiply on their own.
-    """
+    """What each warp of a CTA does, by the instructions that it ran: "producer", "math group 0", "softmax 1"."""
     of_warps: dict[int, set[str]] = {}
     for e in events:
         for warp in e.warps:
@@ -130,13 +113,9 @@ def roles(events: Sequence[Event]) -> dict[int, str]:
     names = {warp: next((role for role in _ROLES if role in own), "idle") for warp, own in of_warps.items()}
     found: dict[int, str] = {}
     for warp, name in sorted(names.items()):
-        if name in ("math group", "softmax"):
-            groups = sorted({w // 4 for w, other in names.items() if other == name})
-            found[warp] = f"{name} {groups.index(warp // 4)}"
-        elif name == "math warp":
-            found[warp] = f"{name} {sorted(w for w, other in names.items() if other == name).index(warp)}"
-        else:
-            found[warp] = name
+        size = _NUMBERED.get(name, 0)
+        peers = sorted({w // size for w, other in names.items() if other == name}) if size else []
+        found[warp] = f"{name} {peers.index(warp // size)}" if size else name
     return found
 
 

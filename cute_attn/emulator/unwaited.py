@@ -7,7 +7,7 @@ before it; any other use is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,9 +17,9 @@ from cute_attn.emulator.errors import RegisterFault
 from cute_attn.emulator.ptx import Inst, Operand, Reg, Vec
 
 if TYPE_CHECKING:
+    from cute_attn.emulator.emit import Emitter
     from cute_attn.emulator.warp_batch import WarpBatch
 
-Call = tuple[Callable[..., None], Sequence[int]]  # a function of this module, and the registers that it is about
 LOAD, WAIT, MOVE = "tcgen05.ld", "tcgen05.wait::ld", "mov"
 
 
@@ -41,22 +41,25 @@ def _registers(operand: Operand) -> set[int]:
     return {item.index for item in items if isinstance(item, Reg)}
 
 
-def before(op: str, reads: frozenset[int]) -> Iterator[Call]:
-    """Calls ahead of an instruction that reads these registers."""
-    if reads and not op.startswith(MOVE):
-        yield refuse, sorted(reads)
+def emit(e: Emitter, op: str, own: list[str], reads: frozenset[int], writes: frozenset[int]) -> None:
+    """Emit an instruction's own lines, with notes around them of those registers that it reads and writes."""
 
+    def note(function: Callable[..., None], *registers: int) -> None:
+        e.call(function, list(map(str, registers)))
 
-def behind(op: str, reads: frozenset[int], writes: frozenset[int]) -> Iterator[Call]:
-    """Calls behind an instruction that reads and writes these registers."""
+    moves = op.startswith(MOVE)
+    if reads and not moves:
+        note(refuse, *sorted(reads))
+    e.lines += own
     if op.startswith(WAIT):
-        yield wait, ()
+        note(wait)
     elif op.startswith(LOAD):
-        yield mark, sorted(writes)
-    elif reads and op.startswith(MOVE):
-        yield from ((move, (target, *reads)) for target in writes)
+        note(mark, *sorted(writes))
+    elif reads and moves:
+        for target in writes:
+            note(move, target, *reads)
     elif writes:
-        yield overwrite, sorted(writes)
+        note(overwrite, *sorted(writes))
 
 
 # --- while a kernel runs ----------------------------------------------------------------------------------------------

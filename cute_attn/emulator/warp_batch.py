@@ -206,8 +206,6 @@ class WarpBatch:
         self.spinning = ""
         if mask is not None and block.solo and self._part(mask):
             return
-        recorder = self.cta.grid.recorder
-        start = 0.0 if recorder is None else recorder.before(self)
         function = self.cta.grid.program.function(block, mask is not None)
         try:
             following = function(self, self.R, mask)
@@ -220,8 +218,8 @@ class WarpBatch:
             self._locate(err)
             raise
         self.cta.grid.count(self, block)
-        if recorder is not None:
-            recorder.after(self, block, start)
+        if self.cta.grid.recorder is not None:
+            self.cta.grid.recorder.ran(self, block)
         if mask is None:
             self._follow(following)
         else:

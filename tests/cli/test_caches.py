@@ -8,10 +8,12 @@ import json
 import os
 import re
 import signal
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cute_attn.cli import bundle, explain, main, terminal, warmup
 from cute_attn.cli.terminal import ProgressBar
@@ -21,7 +23,9 @@ from cute_attn.dispatch.capabilities import Load
 from cute_attn.dispatch.families import FAMILIES
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.combine.spec import CombineSpec
+from cute_attn.kernels.mla.host.launch import launch_config
 from cute_attn.problem import BatchLimits, Settings
+from cute_attn.request.mla import MlaSettings
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import TYPICAL_SMS, named
 from cute_attn.schedule.batch import typical_qo_len
@@ -30,6 +34,7 @@ from tests.support.commands import printed
 
 Output = pytest.CaptureFixture[str]
 COMBINE = [CombineSpec("bfloat16", 128), CombineSpec("float16", 64)]
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 LLAMA = Shape(32, 8, 128, 128, "bfloat16")
 
 
@@ -82,6 +87,8 @@ GPT_OSS = {
 }
 GEMMA2 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "attn_logit_softcapping": 50.0}
 OLD = {"num_attention_heads": 12, "hidden_size": 768, "torch_dtype": "float16"}
+DEEPSEEK = {"num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+DEEPSEEK |= {"qk_nope_head_dim": 128, "v_head_dim": 128, "torch_dtype": "bfloat16"}
 GLOBAL = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512}
 
 
@@ -92,6 +99,7 @@ GLOBAL = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "
         (GPT_OSS, 16, [Shape(4, 1, 64, 64, "bfloat16", sinks=True)]),
         ({"text_config": GEMMA2, "torch_dtype": "float32"}, 2, [Shape(4, 2, 256, 256, "bfloat16", soft_cap=True)]),
         (OLD, 1, [Shape(12, 12, 64, 64, "float16")]),
+        (DEEPSEEK, 8, [Shape(16, 16, 192, 128, "bfloat16", latent=True)]),
         (GLOBAL, 1, [Shape(8, 4, 256, 256, "bfloat16"), Shape(8, 4, 512, 512, "bfloat16")]),
     ],
 )
@@ -114,9 +122,31 @@ def test_bad_shapes(given: dict[str, Any], message: str) -> None:
         warmup.shapes_of(options(**given))
 
 
-def test_latent_attention_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="multi-head latent attention"):
-        warmup.of_config({"num_attention_heads": 8, "kv_lora_rank": 512}, None)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
+def test_a_bundle_of_deepseek_has_its_kernels(arch: str, tmp_path: Path) -> None:
+    """Of prompts, and of latent attention over caches of both types, whatever the number of query tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    model = ["--model-config", str(tmp_path), "--kv-dtype", "auto,float8_e4m3fn", "--arch", arch, "--tp", "2"]
+    parser = argparse.ArgumentParser()
+    bundle.add(parser.add_subparsers())
+    found = bundle.selected(parser.parse_args(["bundle", "DIR", *model]))[arch]
+    others = 64, True, 1.0, 1.0, 1.0, 1.0, None
+    for kv_dtype, bits, grouped in ((BF16, 16, False), (E4M3, 8, False), (E4M3, 8, True), (E4M3, 16, True)):
+        for qo_len, heads in product((1, 2, 4), (1, 16, 64)):
+            settings = MlaSettings(torch.device("cuda"), BF16, kv_dtype, bits, grouped, heads, *others)
+            assert launch_config(settings, qo_len, named(arch), TYPICAL_SMS[arch]).spec in found
+    prompt = Shape(64, 64, 192, 128, "bfloat16").features("bfloat16", "ragged", decode=False)
+    prompts = select.choose(prompt, "auto", named(arch))
+    assert {prompts.name, "append", "plan"} < {spec.kernel for spec in found}
+
+
+def test_latent_attention_of_other_sizes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK | {"kv_lora_rank": 256}))
+    with pytest.raises(ArgumentError, match=r"kernels for kv_lora_rank 512 .*, the configuration has 256 and 64"):
+        warmup.shapes_of(options(model_config=tmp_path))
+    shape = Shape(16, 16, 192, 128, "bfloat16", latent=True)
+    refused = ["sm_90a; latent attention over a cache of nvfp4"]
+    assert warmup.needed(shape, "nvfp4", ["paged"], named("sm_90a")) == ([], refused)
 
 
 # ---- commands

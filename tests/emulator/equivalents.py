@@ -109,8 +109,7 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
     (
         "wait for copies removed, wait for copies one group late",
         lambda ptx, mutant: (
-            mutant.kernel.startswith("cute_attn_xqa")
-            and mutant.site == len(sites(ptx, r"cp\.async\.wait_group|cp\.async\.wait_all")) - 1
+            mutant.kernel.startswith("cute_attn_xqa") and mutant.site == len(sites(ptx, r"cp\.async\.wait_group")) - 1
         ),
         "at the end all groups are empty: the last steps of a segment start no copies",
     ),

@@ -66,7 +66,7 @@ INSTRUCTION = r"mov\.b32 w, \d+"  # descriptor of tcgen05.mma
 MUTATIONS: dict[str, tuple[str, Callable[[str], str]]] = {
     "barrier removed": (r"bar(?:rier)?(?:\.cta)?\.sync(?!\.)", _removed),
     "arrival at a barrier removed": (r"bar\.arrive", _removed),
-    "wait for copies removed": (r"cp\.async\.wait_group|cp\.async\.wait_all", _removed),
+    "wait for copies removed": (r"cp\.async\.wait_group", _removed),
     "wait for copies one group late": (r"cp\.async\.wait_group", _plus(1)),
     "commit of copies removed": (r"cp\.async\.commit_group", _removed),
     "wait for earlier launches removed": (r"griddepcontrol\.wait", _removed),

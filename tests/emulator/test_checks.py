@@ -14,20 +14,21 @@ from cute_attn.emulator import errors as faults
 from cute_attn.emulator.errors import RegisterFault
 from cute_attn.emulator.isa.wgmma import WarpgroupFault
 from tests.emulator.micro import emulate
-from tests.emulator.micro.case import Case, Text
+from tests.emulator.micro.case import Case, Map, Text
 
 pytestmark = pytest.mark.emulator
 INPUT = np.arange(4096).astype(np.uint8).tobytes()
+MAPS = tuple(Map("uint8", (4096,), (), (256,), where=where) for where in ("in", "out"))
 
 
 def run(text: Text, *, grid: int = 1, ptx: str = "", **how: Any) -> bytes:
     """A kernel of `Text`, or its `ptx`, on 4096 bytes of input and of output; `how`: of `emulate.launched`."""
-    shape = {"threads": text.threads, "grid": grid, "cluster": text.cluster}
+    shape = {"threads": text.threads, "grid": grid, "cluster": text.cluster, "maps": MAPS[: text.maps]}
     return emulate.run(Case("checks", "kernel", ptx or text.ptx(), INPUT, len(INPUT), **shape), **how)  # type: ignore[arg-type]
 
 
 def kernel(*lines: str, threads: int = 64, smem: int = 1024, cluster: int = 1) -> Text:
-    return Text(threads=threads, smem=smem, cluster=cluster).add(
+    return Text(threads=threads, smem=smem, maps=len(MAPS), cluster=cluster).add(
         "mov.u32 %r8, sm;", "mad.lo.u32 %r9, %me, 4, %r8;", "mad.wide.u32 %rd8, %me, 4, %dst;", *lines
     )
 
@@ -42,8 +43,11 @@ STORE = "st.shared.b32 [%r9], %me;"
 OTHERS = ("xor.b32 %r1, %r9, 128;", "ld.shared.b32 %r2, [%r1];", "st.global.b32 [%rd8], %r2;")
 INIT = (*FIRST, "mbarrier.init.shared::cta.b64 [%r8], 64;", "SKIP:", "bar.sync 0;")
 WAIT = "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%r8], 0; @!p bra WAIT; }"
-BULK = (*FIRST, "cp.async.bulk.global.shared::cta.bulk_group [%dst], [%r8], 256;", "cp.async.bulk.commit_group;")
-BULK = (*BULK, "cp.async.bulk.wait_group 0;", "SKIP:")
+BULK = (
+    *(*FIRST, "mov.b64 %rd1, p_map1;", "cvta.param.u64 %rd1, %rd1;", "mov.u32 %r7, 0;"),
+    "cp.async.bulk.tensor.1d.global.shared::cta.tile.bulk_group [%rd1, {%r7}], [%r8];",
+    *("cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;", "SKIP:"),
+)
 ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [%r8];"
 FENCE = "fence.proxy.async;"
 EVEN = ("and.b32 %r1, %me, 1;", "setp.eq.u32 %p1, %r1, 0;")
@@ -51,7 +55,7 @@ EVEN = ("and.b32 %r1, %me, 1;", "setp.eq.u32 %p1, %r1, 0;")
 COPIED = (
     "mad.wide.u32 %rd9, %me, 4, %src;",
     "cp.async.ca.shared.global [%r9], [%rd9], 4;",
-    "cp.async.wait_all;",
+    *("cp.async.commit_group;", "cp.async.wait_group 0;"),
 )
 
 WRONG: dict[type[EmulatorError], dict[str, tuple[str, tuple[str, ...]]]] = {  # part of the message, lines
@@ -155,9 +159,7 @@ SUM_OF_BLOCKS = (
     *FIRST,
     "add.u32 %r2, %r1, 10;",
     "st.global.b32 [%rd1+64], %r2;",
-    "{publish}",
     "atom{order}.global.add.u32 %r3, [%dst], 1;",
-    "{observe}",
     "setp.ne.u32 %p2, %r3, 3;",
     "@%p2 bra SKIP;",
     "ld.global.b32 %r4, [%dst+64];",
@@ -169,20 +171,12 @@ SUM_OF_BLOCKS = (
 
 
 @pytest.mark.parametrize(
-    ("publish", "order", "observe", "ok"),
-    [
-        ("fence.acq_rel.gpu;", "", "fence.acq_rel.gpu;", True),
-        ("membar.gl;", ".relaxed.gpu", "membar.gl;", True),
-        ("", ".acq_rel.gpu", "", True),
-        ("", "", "", False),
-        ("fence.acq_rel.gpu;", "", "", False),
-        ("", ".relaxed.gpu", "fence.acq_rel.gpu;", False),
-        ("", ".release.gpu", "", False),
-    ],
+    ("order", "ok"),
+    [(".acq_rel.gpu", True), ("", False), (".relaxed.gpu", False), (".release.gpu", False), (".acquire.gpu", False)],
 )
 @pytest.mark.parametrize("schedule", ["eager", "adversarial"])
-def test_semaphores(publish: str, order: str, observe: str, ok: bool, schedule: str) -> None:
-    lines = [line.format(publish=publish, order=order, observe=observe) for line in SUM_OF_BLOCKS]
+def test_semaphores(order: str, ok: bool, schedule: str) -> None:
+    lines = [line.replace("{order}", order) for line in SUM_OF_BLOCKS]
     with reported(not ok, faults.Race, "cluster"):
         found = run(kernel(*lines), grid=4, schedule=Schedule(schedule, 5))
         assert int.from_bytes(found[128:132], "little") == 10 + 13
@@ -195,7 +189,7 @@ def test_waiting_for_a_later_cta() -> None:
         "setp.ne.u32 %p2, %r1, 0;",
         "@%p2 bra SECOND;",
         "SPIN:",
-        "ld.acquire.gpu.global.b32 %r2, [%dst];",
+        "atom.acquire.gpu.global.or.b32 %r2, [%dst], 0;",
         "setp.eq.u32 %p3, %r2, 0;",
         "@%p3 bra SPIN;",
         "st.global.b32 [%dst+8], %r2;",
@@ -204,7 +198,7 @@ def test_waiting_for_a_later_cta() -> None:
         "setp.ne.u32 %p4, %me, 0;",
         "@%p4 bra SKIP;",
         "mov.u32 %r3, 7;",
-        "st.release.gpu.global.b32 [%dst], %r3;",
+        "red.release.gpu.global.or.b32 [%dst], %r3;",
         "SKIP:",
     )
     assert run(kernel(*lines, threads=32), grid=2)[8] == 7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 
@@ -21,7 +22,7 @@ _INTS, _SIGNED, _FLOATS = "{.u16|.s16|.u32|.s32|.u64|.s64}", "{.s16|.s32|.s64}",
 # --- integers ---------------------------------------------------------------------------------------------------------
 
 
-@form("{mul|mad}.wide{.u16|.s16|.u32|.s32}", golden="integer")
+@form("{mul|mad}.wide{.u16|.s16|.u32|.s32}")
 def wide(e: Emitter, inst: Inst, op: str, kind: str) -> None:
     wide = _WIDER[tag(kind)]
     product = f"{{0}}.astype({wide}) * {{1}}"
@@ -29,7 +30,7 @@ def wide(e: Emitter, inst: Inst, op: str, kind: str) -> None:
 
 
 @form("mul.hi{.u16|.s16}")
-@form("{mul|mad}.hi{.u32|.s32}", golden="integer")
+@form("{mul|mad}.hi{.u32|.s32}")
 def high(e: Emitter, inst: Inst, *choices: str) -> None:
     kind = choices[-1]
     wide = _WIDER[tag(kind)]
@@ -62,14 +63,9 @@ computed(
         f"abs{_SIGNED}": "np.abs({0})",
         f"div{_INTS}": _quotient,
         f"rem{_INTS}": _remainder,
-    },
-    golden="integer",
+    }
 )
-computed(
-    {f"{op}.relu.s32": f"np.maximum(np.{op}imum({{0}}, {{1}}), i4.type(0))" for op in ("min", "max")},
-    since=90,
-    golden="integer",
-)
+computed({f"{op}.relu.s32": f"np.maximum(np.{op}imum({{0}}, {{1}}), i4.type(0))" for op in ("min", "max")}, since=90)
 
 
 # --- floats -----------------------------------------------------------------------------------------------------------
@@ -120,34 +116,23 @@ _ROUNDED: dict[str, str | Callable[..., Array]] = {
     "sub.rm": floats.sub32_down,
     "fma.rn": floats.fma32,
 }
+_SUMS = "{|.rn}{|.ftz}{|.sat}.f32", "{|.rn}{.f64|.f16x2|.bf16x2}"
+_NANS = [*product(("min", "max"), ("", ".NaN"))]
 _floats(
-    {f"{op}{{|.rn}}{{|.ftz}}{{|.sat}}.f32": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items()}
+    {f"{op}{kinds}": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items() for kinds in _SUMS}
     | {f"{op}{{|.ftz}}{{|.sat}}.f32": function for op, function in _ROUNDED.items()}
-    | {f"{op}{{|.ftz}}{nan}.f32": floats.EXTREMES[op + nan] for op in ("min", "max") for nan in ("", ".NaN")}
-    | {"neg{|.ftz}{.f32|.f64}": "-{0}", "abs{|.ftz}{.f32|.f64}": "np.abs({0})"}
-    | {"div.rn{|.ftz}{.f32|.f64}": "{0} / {1}", "rcp.rn{|.ftz}{.f32|.f64}": "np.reciprocal({0})"}
-    | {"sqrt.rn{|.ftz}{.f32|.f64}": "np.sqrt({0})", f"copysign{_FLOATS}": "np.copysign({1}, {0})"},
-    golden="float32",
-)
-_floats(
-    {f"{op}{{|.rn}}.f64": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items()}
-    | {f"{op}.f64": floats.EXTREMES[op] for op in ("min", "max")},
-    golden="float64",
-)
-_floats(
-    {f"{op}{{|.rn}}{_PACKED}": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items()}
-    | {f"{op}{nan}{_PACKED}": floats.EXTREMES[op + nan] for op in ("min", "max") for nan in ("", ".NaN")}
-    | {f"fma.rn{_PACKED}": _fma_half},
-    golden="half2",
-)
-computed(
-    {f"neg{_PACKED}": "{0} ^ u4.type(0x80008000)", f"abs{_PACKED}": "{0} & u4.type(0x7FFF7FFF)"},
-    golden="half2",
-)
-
-# The .approx functions are correctly rounded here. Hardware results differ within the ulp bounds of the ISA.
-_floats(
-    {
+    | {f"{op}{{|.ftz}}{nan}.f32": floats.EXTREMES[op + nan] for op, nan in _NANS}
+    | {f"{op}{nan}{_PACKED}": floats.EXTREMES[op + nan] for op, nan in _NANS}
+    | {f"{op}.f64": floats.EXTREMES[op] for op in ("min", "max")}
+    | {
+        f"fma.rn{_PACKED}": _fma_half,
+        f"neg{{|.ftz}}{_FLOATS}": "-{0}",
+        f"abs{{|.ftz}}{_FLOATS}": "np.abs({0})",
+        f"div.rn{{|.ftz}}{_FLOATS}": "{0} / {1}",
+        f"rcp.rn{{|.ftz}}{_FLOATS}": "np.reciprocal({0})",
+        f"sqrt.rn{{|.ftz}}{_FLOATS}": "np.sqrt({0})",
+        f"copysign{_FLOATS}": "np.copysign({1}, {0})",
+        # These are correctly rounded here. Hardware results differ within the ulp bounds of the ISA.
         "ex2.approx{|.ftz}.f32": "np.exp2({0})",
         "lg2.approx{|.ftz}.f32": "np.log2({0})",
         "tanh.approx{|.ftz}.f32": "np.tanh({0})",
@@ -157,30 +142,14 @@ _floats(
         "rcp.approx{|.ftz}.f32": "np.reciprocal({0})",
         "rsqrt.approx{|.ftz}.f32": "(1.0 / np.sqrt({0}.astype(f8))).astype(f4)",
         "div{.approx|.full}{|.ftz}.f32": "{0} / {1}",
-    },
-    conformance="approx",
-    golden="approx",
+    }
 )
-_floats(
-    {"ex2.approx{.f16x2|.ftz.bf16x2}": "np.exp2({0})", f"tanh.approx{_PACKED}": "np.tanh({0})"},
-    conformance="approx",
-)
-
-
-def _fma64(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c: rounded once if the platform's long double has 64 bits of mantissa, and nearly always otherwise."""
-    return (a.astype(np.longdouble) * b + c).astype(np.float64)
-
-
-computed({"fma.rn.f64": _fma64}, conformance="approx")
-
-
+computed({f"neg{_PACKED}": "{0} ^ u4.type(0x80008000)", f"abs{_PACKED}": "{0} & u4.type(0x7FFF7FFF)"})
 # Pairs of data-centre Blackwell.
 _floats(
     {f"{op}{{|.rn}}{{|.ftz}}.f32x2": f"{{0}} {sign} {{1}}" for op, sign in _SIGN.items()}
     | {f"{op}{{|.ftz}}.f32x2": function for op, function in _ROUNDED.items()},
     since=100,
-    conformance="unverified",
 )
 
 
@@ -207,7 +176,6 @@ _COMBINE = {"": "", ".and": " & d", ".or": " | d", ".xor": " ^ d"}
 @form(
     "setp{.eq|.ne|.lt|.le|.gt|.ge|.lo|.ls|.hi|.hs}{|.and|.or|.xor}{}{.b16|.u16|.s16|.b32|.u32|.s32|.b64|.u64|.s64}",
     "setp{.eq|.ne|.lt|.le|.gt|.ge|.equ|.neu|.ltu|.leu|.gtu|.geu|.num|.nan}{|.and|.or|.xor}{|.ftz}{.f32|.f64}",
-    golden="predicate",
 )
 def setp(e: Emitter, inst: Inst, compare: str, combine: str, ftz: str, kind: str) -> None:
     """Set `p` or `p|q` to a comparison, combined with operand c by a boolean operation if there is one."""
@@ -223,5 +191,4 @@ def setp(e: Emitter, inst: Inst, compare: str, combine: str, ftz: str, kind: str
 computed(
     {"selp{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}": "where({2}, {0}, {1})"},
     kinds={"operands": ". . p"},
-    golden="predicate",
 )

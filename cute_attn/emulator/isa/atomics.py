@@ -1,8 +1,7 @@
-"""atom and red on global and shared memory, lane by lane in ascending order."""
+"""atom and red on integers in global and shared memory, lane by lane in ascending order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,8 @@ from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.warp_batch import WarpBatch
 
-_ORDER = "{|.relaxed|.acquire|.release|.acq_rel}{|.cta|.cluster|.gpu|.sys}"
-_SPACE = "{|.global|.shared|.shared::cta|.shared::cluster}"
-_INTEGER_OPS = "{.add|.min|.max|.and|.or|.xor|.exch|.inc|.dec}{.b32|.u32|.s32|.b64|.u64|.s64}"
-
-Update = Callable[[Array, Array], Array]
+_ORDER = "{|.relaxed.gpu|.acquire.gpu|.release.gpu|.acq_rel.gpu}"
+_FORM = f"{_ORDER}{{|.global|.shared}}{{.add|.min|.max|.and|.or|.xor}}{{.b32|.u32|.s32|.b64|.u64|.s64}}"
 
 UFUNCS: dict[str, np.ufunc] = {
     ".add": np.add,
@@ -27,64 +23,39 @@ UFUNCS: dict[str, np.ufunc] = {
     ".or": np.bitwise_or,
     ".xor": np.bitwise_xor,
 }
-UPDATES: dict[str, Update] = {
-    **UFUNCS,
-    ".exch": lambda old, x: x,
-    ".inc": lambda old, x: np.where(old >= x, x.dtype.type(0), old + x.dtype.type(1)),
-    ".dec": lambda old, x: np.where((old == 0) | (old > x), x, old - x.dtype.type(1)),
-}
+
+_ATOMIC: dict[str, Any] = {"operands": "$0 $1 $2 $type [*] ."}
 
 
-_SUM = f"{_ORDER}{_SPACE}{{.add}}{{.f32|.f64}}"
-_ATOMIC: dict[str, Any] = {"operands": "$0 $2 $3 $type [*] . .=None", "golden": "atomics"}
-
-
-@called(f"red{_ORDER}{_SPACE}{_INTEGER_OPS}", f"red.async{_ORDER}{_SPACE}{_INTEGER_OPS}", **_ATOMIC)
-@called(f"red{_SUM}", conformance="approx", **_ATOMIC)
-@called(
-    f"atom{_ORDER}{_SPACE}{_INTEGER_OPS}",
-    f"atom{_ORDER}{_SPACE}{{.cas}}{{.b32|.u32|.b64|.u64}}",
-    results=".",
-    **_ATOMIC,
-)
-@called(f"atom{_SUM}", conformance="approx", results=".", **_ATOMIC)
+@called(f"red{_FORM}", **_ATOMIC)
+@called(f"atom{_FORM}", results=".", **_ATOMIC)
 def atomic(
-    w: WarpBatch,
-    mask: Array | None,
-    sem: str,
-    space: str,
-    op: str,
-    word: Any,
-    address: Array,
-    x: Array,
-    other: Array | None,
+    w: WarpBatch, mask: Array | None, sem: str, space: str, op: str, word: Any, address: Array, x: Array
 ) -> Array:
-    width, shared = word.itemsize, space.startswith(".shared")
+    width, shared = word.itemsize, space == ".shared"
     old, at, x = np.zeros(w.size, word), w.full(address), w.full(x)
     if not shared:
         access.check_aligned(at[w.lanes(mask)], width, "atom")
-        order.publish(w, mask, address, release=sem in (".release", ".acq_rel"))
+        if sem in (".release.gpu", ".acq_rel.gpu"):
+            order.release(w, mask, address)
     for lane in w.lanes(mask):
         if shared:
-            row = _shared_word(w, int(at[lane]), width, space == ".shared::cluster")
+            row = _shared_word(w, int(at[lane]), width)
         else:
             row = access.read_global(w.cta, at[lane : lane + 1], width, None, "atom")[0]
         before = row.view(word)
-        if other is not None:  # .cas
-            after = np.where(before == x[lane], w.full(other)[lane], before).astype(word)
-        else:
-            after = np.asarray(UPDATES[op](before, x[lane : lane + 1])).astype(word).reshape(1)
+        after = UFUNCS[op](before, x[lane]).view(np.uint8)
         old[lane] = before[0]
         if shared:
-            row[:] = after.view(np.uint8)
+            row[:] = after
         else:
-            access.write_global(w.cta, at[lane : lane + 1], after.view(np.uint8)[None], None, "atom")
-    if not shared:
-        order.observe(w, mask, address, acquire=sem in (".acquire", ".acq_rel"))
+            access.write_global(w.cta, at[lane : lane + 1], after[None], None, "atom")
+    if not shared and sem in (".acquire.gpu", ".acq_rel.gpu"):
+        order.acquire(w, mask, address)
     return old
 
 
-def _shared_word(w: WarpBatch, address: int, width: int, cluster: bool) -> Array:
+def _shared_word(w: WarpBatch, address: int, width: int) -> Array:
     """View of a shared word. Atomics on shared memory are unordered with one another and are not checked for races."""
-    memory, (offset,) = access.shared_at(w, np.array([address], np.uint32), width, "atom", cluster)
+    memory, (offset,) = access.shared_at(w, np.array([address], np.uint32), width, "atom")
     return memory.bytes.data[offset : offset + width]

@@ -1,9 +1,9 @@
-"""Named barriers, mbarriers, fences, griddepcontrol."""
+"""Named barriers, proxy fences, griddepcontrol."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -63,14 +63,7 @@ class Meeting:
             clocks.time[agents] = np.maximum(clocks.time[agents], self.time)
 
 
-@called(
-    "{bar|barrier}{|.cta}{.sync|.arrive}{|.aligned}",
-    operands="$2 u4 u4=None",
-    solo=True,
-    aligned="bar.sync",
-    conformance="order",
-    golden="barriers",
-)
+@called("{bar|barrier}{|.cta}{.sync|.arrive}{|.aligned}", operands="$2 u4 u4=None", solo=True, aligned="bar.sync")
 def bar(w: WarpBatch, mask: Array | None, how: str, number: Array, threads: Array | None) -> None:
     index, meeting, agents = _meeting(w, mask, number, threads)
     meeting.arrive(agents)
@@ -79,7 +72,7 @@ def bar(w: WarpBatch, mask: Array | None, how: str, number: Array, threads: Arra
     _finish(w.cta, index, meeting)
 
 
-@form("{bar|barrier}{|.cta}.red{.and|.or}{|.aligned}.pred", solo=True, aligned="bar.sync", golden="barriers")
+@form("{bar|barrier}{|.cta}.red{.and|.or}{|.aligned}.pred", solo=True, aligned="bar.sync")
 def bar_red(e: Emitter, inst: Inst, *choices: str) -> None:
     result, number, *count, p = inst.operands
     if not isinstance(result, Reg) or not isinstance(p, Reg | Not):
@@ -147,15 +140,5 @@ def on_clocks(change: Callable[[Clocks, Array], None]) -> Callable[[WarpBatch, A
     return changed
 
 
-_HOPPER: dict[str, Any] = {"since": 90, "conformance": "order", "golden": "barriers"}
-called("fence.proxy.async{|.shared::cta|.shared::cluster|.global}", **_HOPPER)(on_clocks(Clocks.proxy_fence))
-called("griddepcontrol.wait", **_HOPPER)(on_clocks(Clocks.grid_wait))
-
-
-called(
-    "fence{.sc|.acq_rel}{.cta|.cluster|.gpu|.sys}",
-    "membar{}{.cta|.gl|.sys}",
-    "fence{.acquire|.release}.sync_restrict::shared{::cluster|::cta}.cluster",
-    operands="$1",
-    conformance="order",
-)(order.fence)
+called("fence.proxy.async{|.shared::cta|.shared::cluster|.global}", since=90)(on_clocks(Clocks.proxy_fence))
+called("griddepcontrol.wait", since=90)(on_clocks(Clocks.grid_wait))

@@ -13,7 +13,7 @@ from cute_attn.emulator.warp_batch import WarpBatch
 
 
 @form("mov.b128", since=70)
-@form("mov{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64|.pred}", golden="bits")
+@form("mov{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64|.pred}")
 def mov(e: Emitter, inst: Inst, kind: str = ".b128") -> None:
     d, a = inst.operands
     t = tag(kind)
@@ -34,11 +34,11 @@ def mov(e: Emitter, inst: Inst, kind: str = ".b128") -> None:
 
 
 _LOGIC = {"and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}"}
-computed({f"{op}{{.b16|.b32|.b64}}": pattern for op, pattern in _LOGIC.items()}, golden="bits")
-computed({f"{op}.pred": pattern for op, pattern in _LOGIC.items()}, golden="predicate")
+computed({f"{op}{{.b16|.b32|.b64}}": pattern for op, pattern in _LOGIC.items()})
+computed({f"{op}.pred": pattern for op, pattern in _LOGIC.items()})
 
 
-@form("{shl}{.b16|.b32|.b64}", "{shr}{.b16|.u16|.s16|.b32|.u32|.s32|.b64|.u64|.s64}", golden="bits")
+@form("{shl}{.b16|.b32|.b64}", "{shr}{.b16|.u16|.s16|.b32|.u32|.s32|.b64|.u64|.s64}")
 def shift(e: Emitter, inst: Inst, op: str, kind: str) -> None:
     """Shift; a count of the register's width or more shifts everything out."""
     d, a, count = inst.operands
@@ -60,7 +60,7 @@ def _shift_right(x: Array, count: Array) -> Array:
     return shifted if x.dtype.kind == "i" else np.where(count < bits, shifted, x.dtype.type(0))
 
 
-@called("shf{.l|.r}{.wrap|.clamp}.b32", operands="$0 $1 . . .", results=".", golden="bits")
+@called("shf{.l|.r}{.wrap|.clamp}.b32", operands="$0 $1 . . .", results=".")
 def funnel(w: WarpBatch, mask: Array | None, side: str, mode: str, low: Array, high: Array, count: Array) -> Array:
     both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
     n = (count & np.uint32(31) if mode == ".wrap" else np.minimum(count, np.uint32(32))).astype(np.uint64)
@@ -68,7 +68,7 @@ def funnel(w: WarpBatch, mask: Array | None, side: str, mode: str, low: Array, h
     return shifted.astype(np.uint32)
 
 
-@called("lop3.b32", operands=". . . #", results=".", golden="bits")
+@called("lop3.b32", operands=". . . #", results=".")
 def lop3(w: WarpBatch, mask: Array | None, a: Array, b: Array, c: Array, table: int) -> Array:
     result = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), np.uint32)
     for row in range(8):
@@ -102,6 +102,5 @@ computed(
         "clz.b32": "(32 - np.frexp({0}.astype(f8))[1]).astype(u4)",
         "popc.b32": "np.unpackbits({0}[:, None].view(u1), axis=1).sum(axis=1, dtype=u4)",
         "bfind.u32": "(np.frexp({0}.astype(f8))[1] - 1).astype(u4)",
-    },
-    golden="bits",
+    }
 )

@@ -1,7 +1,9 @@
-"""Cluster instructions: mapa, barrier.cluster, st.async."""
+"""Cluster instructions: mapa, barrier.cluster, st.async; clusterlaunchcontrol, by which a running cluster takes over
+the work of one that has not started."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,17 +14,18 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import BarrierFault, Race
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.barriers import Meeting
-from cute_attn.emulator.isa.bulk import deliver
 from cute_attn.emulator.isa.registry import called, computed
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.warp_batch import WarpBatch
 
+LATENCY = 400  # of virtual time, for the timeline: of clusterlaunchcontrol
+
 # The address of a CTA that does not exist is an error only when it is used.
 _MAPPED = f"{{0}} & u4.type({OFFSET_MASK}) | {{1}} << u4.type({RANK_SHIFT})"
-computed({"mapa{|.shared::cluster}.u32": _MAPPED}, since=90, golden="cluster")
+computed({"mapa{|.shared::cluster}.u32": _MAPPED}, since=90)
 
 
-_MEETING: dict[str, Any] = {"since": 90, "solo": True, "golden": "cluster"}
+_MEETING: dict[str, Any] = {"since": 90, "solo": True}
 
 
 @called("barrier.cluster.arrive{|.release|.relaxed}{|.aligned}", aligned="barrier.cluster.arrive", **_MEETING)
@@ -62,7 +65,6 @@ def wait(w: WarpBatch, mask: Array | None) -> None:
     "st.async{|.weak}.shared::cluster.mbarrier::complete_tx::bytes{|.v2|.v4}{.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}",
     operands="[u4] {.} [u4]",
     since=90,
-    golden="cluster",
 )
 def st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Array, ...], barrier: Array) -> None:
     """One operation for all lanes of a warp that count at the same barrier: their clocks are equal."""
@@ -75,10 +77,40 @@ def st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Arra
             raise Race("lanes of one st.async store to the same place")
         op = w.begin_op(int(w.row[group[0]]), "st.async")
         waiting = mbarrier.target(w.cta, int(barriers[group[0]]), op, "st.async")
-        deliver(memory, where, access.words_of(data[group]), op, "st.async", waiting)
+        mbarrier.deliver(memory, where, access.words_of(data[group]), op, "st.async", waiting)
 
 
 def _groups(lanes: Array, *keys: Array) -> Iterator[Array]:
     """Lanes by equal keys."""
     found = np.unique(np.stack([key[lanes] for key in keys]), axis=1, return_inverse=True)[1].reshape(-1)
     return (lanes[found == i] for i in range(found.max(initial=-1) + 1))
+
+
+# --- clusterlaunchcontrol ---------------------------------------------------------------------------------------------
+
+
+@called(
+    "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.multicast::cluster::all.b128",
+    operands="[] []",
+    since=100,
+)
+def try_cancel(w: WarpBatch, mask: Array | None, address: Array, barrier: Array) -> None:
+    """Write the response to each CTA, opaque to programs: coordinates of the first CTA, and whether there is one."""
+    for lane, at, bar in w.each(mask, address & OFFSET_MASK, barrier & OFFSET_MASK):
+        origin = w.cta.grid.cancel()
+        response = np.array([*origin, 1] if origin is not None else [0, 0, 0, 0], np.uint32).view("V16")
+        op = w.begin_op(int(w.row[lane]), "clusterlaunchcontrol.try_cancel")
+        for cta in w.cta.cluster.ctas:
+            waiting = mbarrier.target(w.cta, cta.rank << RANK_SHIFT | bar, op, "clusterlaunchcontrol.try_cancel")
+            where = cta.smem, np.array([at])
+            w.cta.post(functools.partial(mbarrier.deliver, *where, response, op, "try_cancel", waiting, LATENCY))
+
+
+_QUERY = "clusterlaunchcontrol.query_cancel"
+_WORD = "np.ascontiguousarray({{0}}).view(u4).reshape(-1, 4)[:, {}].copy()"
+computed(
+    {f"{_QUERY}.get_first_ctaid::{axis}.b32.b128": _WORD.format(i) for i, axis in enumerate("xyz")}
+    | {f"{_QUERY}.is_canceled.pred.b128": f"{_WORD.format(3)} != 0"},
+    kinds={"results": "^"},
+    since=100,
+)

@@ -14,7 +14,6 @@ from cute_attn.emulator.memory import GENERIC_SHARED
 from cute_attn.emulator.warp_batch import WarpBatch
 
 _INTS = "{.u8|.s8|.u16|.s16|.u32|.s32|.u64|.s64}"
-_BLACKWELL: dict[str, Any] = {"since": 100, "conformance": "unverified"}
 _ROUND = {".rni": "rint", ".rzi": "trunc", ".rmi": "floor", ".rpi": "ceil"}
 
 
@@ -25,11 +24,10 @@ computed(
     | {"cvt.rn.f16.f32": floats.f32_to_f16, "cvt.rn.bf16.f32": floats.f32_to_bf16}
     | {"cvt{|.ftz}.f32.bf16": floats.bf16_to_f32},
     kinds={"results": "^"},
-    golden="convert",
 )
 
 
-@called(f"cvt{{.rni|.rzi|.rmi|.rpi}}{_INTS}{{.f32|.f64|.f16}}", operands="$0 $1 .", results="^", golden="convert")
+@called(f"cvt{{.rni|.rzi|.rmi|.rpi}}{_INTS}{{.f32|.f64|.f16}}", operands="$0 $1 .", results="^")
 def to_integer(w: WarpBatch, mask: Array | None, mode: str, to: str, x: Array) -> Array:
     """Convert with saturation, as hardware does; NaN gives 0, or only the top bit for 64-bit targets."""
     want = DTYPES[tag(to)]
@@ -42,13 +40,13 @@ def to_integer(w: WarpBatch, mask: Array | None, mode: str, to: str, x: Array) -
     return np.where(np.isnan(wide), nan, result)
 
 
-@called("cvt.rn{.f16x2|.bf16x2}.f32", operands="$0 f4 f4", results="u4", golden="convert")
+@called("cvt.rn{.f16x2|.bf16x2}.f32", operands="$0 f4 f4", results="u4")
 def narrow_pair(w: WarpBatch, mask: Array | None, to: str, high: Array, low: Array) -> Array:
     """Convert a pair; operand a goes to the upper half."""
     return floats.packed(floats.interleaved(low, high), to)
 
 
-_TO_FP8: dict[str, Any] = {"results": "u2", "since": 89, "golden": "fp8"}
+_TO_FP8: dict[str, Any] = {"results": "u2", "since": 89}
 
 
 @called("cvt.rn.satfinite{.e4m3x2|.e5m2x2}.f32", operands="$0 f4 f4", **_TO_FP8)
@@ -62,15 +60,15 @@ def halves_to_fp8(w: WarpBatch, mask: Array | None, to: str, pairs: Array) -> Ar
     return formats.encode(floats.halves(pairs, ".f16x2").ravel(), to[1:5]).view(np.uint16)
 
 
-@called("cvt.rn.satfinite.e2m1x2.f32", operands="f4 f4", results="u1", **_BLACKWELL)
+@called("cvt.rn.satfinite.e2m1x2.f32", operands="f4 f4", results="u1", since=100)
 def to_fp4(w: WarpBatch, mask: Array | None, high: Array, low: Array) -> Array:
     """Convert a pair; operand a goes to the upper four bits."""
     return formats.encode(low, "e2m1") | (formats.encode(high, "e2m1") << np.uint8(4))
 
 
-@called("cvt.rn{.f16x2}{.e4m3x2|.e5m2x2}", operands="$0 $1 u2", results="u4", since=89, golden="fp8")
-@called("cvt.rn{.bf16x2}{.e4m3x2|.e5m2x2}", operands="$0 $1 u2", results="u4", **_BLACKWELL)
-@called("cvt.rn{.f16x2|.bf16x2}{.e2m1x2}", operands="$0 $1 u1", results="u4", **_BLACKWELL)
+@called("cvt.rn{.f16x2}{.e4m3x2|.e5m2x2}", operands="$0 $1 u2", results="u4", since=89)
+@called("cvt.rn{.bf16x2}{.e4m3x2|.e5m2x2}", operands="$0 $1 u2", results="u4", since=100)
+@called("cvt.rn{.f16x2|.bf16x2}{.e2m1x2}", operands="$0 $1 u1", results="u4", since=100)
 def from_small(w: WarpBatch, mask: Array | None, to: str, source: str, x: Array) -> Array:
     kind = source[1:5]
     codes = np.stack([x & 15, x >> np.uint8(4)], axis=1) if kind == "e2m1" else np.ascontiguousarray(x).view(np.uint8)
@@ -82,6 +80,5 @@ computed(
         "cvta{|.to}{.global|.param|.const}.u64": "{0}",  # these spaces have generic addresses
         "cvta.shared{|::cta|::cluster}.u64": f"{{0}} | u8.type({GENERIC_SHARED})",
         "cvta.to.shared{|::cta|::cluster}.u64": "{0} & u8.type(0xFFFFFFFF)",
-    },
-    conformance="order",
+    }
 )

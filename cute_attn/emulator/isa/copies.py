@@ -11,7 +11,7 @@ import numpy as np
 from cute_attn.emulator import access
 from cute_attn.emulator.clocks import ORDER, Op
 from cute_attn.emulator.dtypes import Array, some
-from cute_attn.emulator.errors import Divergence, PtxError
+from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.isa.registry import called
 from cute_attn.emulator.memory import SharedMemory
 from cute_attn.emulator.warp_batch import WarpBatch
@@ -38,7 +38,6 @@ def _rows(
     operands="$0 $1 [u4]",
     results="{u4}",
     aligned="ldmatrix",
-    golden="matrix",
 )
 def ldmatrix(w: WarpBatch, mask: Array | None, matrices: str, trans: str, address: Array) -> Array:
     count = int(matrices)
@@ -70,7 +69,6 @@ def _lanes(w: WarpBatch, mask: Array | None, words: Array) -> Array:
     operands="$0 [u4]",
     results="{u4}",
     since=100,
-    conformance="unverified",
     aligned="ldmatrix",
 )
 def ldmatrix_bytes(w: WarpBatch, mask: Array | None, matrices: str, address: Array) -> Array:
@@ -81,13 +79,7 @@ def ldmatrix_bytes(w: WarpBatch, mask: Array | None, matrices: str, address: Arr
     return _lanes(w, mask, np.ascontiguousarray(items).view(np.uint32).reshape(2 * count, -1))
 
 
-@called(
-    f"stmatrix.sync.aligned.m8n8.x{{1|2|4}}{_SHARED}.b16",
-    operands="[u4] {u4}",
-    since=90,
-    aligned="stmatrix",
-    golden="matrix",
-)
+@called(f"stmatrix.sync.aligned.m8n8.x{{1|2|4}}{_SHARED}.b16", operands="[u4] {u4}", since=90, aligned="stmatrix")
 def stmatrix(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
     count = len(sources)
     memory, offsets, agents, present = _rows(w, mask, address, count, "stmatrix")
@@ -126,7 +118,6 @@ def _groups(w: WarpBatch, position: int) -> list[Group]:
 @called(
     f"cp.async{{.ca|.cg}}{_SHARED}.global{{|.L2::cache_hint}}{{|.L2::64B|.L2::128B|.L2::256B}}",
     operands="$0 [u4] [u8] # u4=None",
-    golden="copies",
 )
 def cp_async(
     w: WarpBatch, mask: Array | None, cache: str, target: Array, source: Array, size: int, given: Array | None
@@ -177,31 +168,18 @@ def outstanding(w: WarpBatch, position: int) -> list[Op]:
     return [op for group in groups for op in group.ops]
 
 
-def _warps(w: WarpBatch, mask: Array | None, what: str) -> Array:
-    """Positions of the participating warps. All lanes of each must be active, because groups are kept per warp."""
-    if mask is None:
-        return np.arange(len(w.warps))
-    rows = mask.reshape(-1, 32)
-    if (rows.any(axis=1) & ~rows.all(axis=1)).any():
-        raise Divergence(f"{what} by some lanes of a warp is not supported")
-    return np.flatnonzero(rows.any(axis=1))
+# Groups are kept per warp: lanes on their own are refused.
 
 
-@called("cp.async.commit_group", conformance="order", golden="copies")
+@called("cp.async.commit_group", aligned="cp.async.commit_group")
 def commit(w: WarpBatch, mask: Array | None) -> None:
-    for position in _warps(w, mask, "cp.async.commit_group"):
+    for position in w.row[w.first_lanes(mask)]:
         _groups(w, int(position)).append(Group())
 
 
-@called("cp.async.wait_all", conformance="order", golden="copies")
-def wait_all(w: WarpBatch, mask: Array | None) -> None:
-    commit(w, mask)
-    wait(w, mask, 0)
-
-
-@called("cp.async.wait_group", operands="#", conformance="order", golden="copies")
+@called("cp.async.wait_group", operands="#", aligned="cp.async.wait_group")
 def wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
-    for position in _warps(w, mask, "cp.async.wait_group"):
+    for position in w.row[w.first_lanes(mask)]:
         groups = _groups(w, int(position))
         while len(groups) - 1 > keep:
             group = groups.pop(0)

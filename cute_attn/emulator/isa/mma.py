@@ -30,7 +30,6 @@ def _stack(w: WarpBatch, registers: tuple[Array, ...]) -> Array:
 
 
 _MMA: dict[str, Any] = {"operands": "$1 {u4} {u4} {f4}", "results": "{f4}", "aligned": "mma.sync"}
-_MMA |= {"conformance": "approx", "golden": "mma"}
 EIGHT_BITS = "{.e4m3.e4m3|.e4m3.e5m2|.e5m2.e4m3|.e5m2.e5m2}"
 
 
@@ -56,7 +55,7 @@ def _multiply_add(w: WarpBatch, a: Array, b: Array, c: Array) -> Array:
     return fragments + c
 
 
-@called("movmatrix.sync.aligned.m8n8.trans.b16", operands="u4", results="u4", aligned="movmatrix", golden="matrix")
+@called("movmatrix.sync.aligned.m8n8.trans.b16", operands="u4", results="u4", aligned="movmatrix")
 def movmatrix(w: WarpBatch, mask: Array | None, a: Array) -> Array:
     """Transpose: lane l holds elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, before and after."""
     rows = np.ascontiguousarray(w.full(a)).view(np.uint16).reshape(-1, 8, 8)

@@ -8,16 +8,14 @@ a choice and `{|.ftz}` an option; every combination is one opcode, and the choic
         d, a, b = inst.operands
         e.set(d, tag(kind), f"{e.get(a, tag(kind))} + {e.get(b, tag(kind))}")
 
-An opcode that no template yields is an error that names it. Templates are matched, not expanded: they stand for some
-60000 opcodes, of which a kernel has a hundred.
+An opcode that no template yields is an error that names it.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,54 +30,44 @@ Run = TypeVar("Run", bound=Callable[..., Any])
 @dataclass(frozen=True)
 class Form:
     """Instruction form. `since`: the first architecture that has it. `only`: the architectures that have it, if not all
-    from there on.
+    from there on. Those from sm_100 on are read from the ISA alone, never compared with a GPU; some of their opcodes
+    occur in published kernels that come out right (`EXERCISED` in tests/emulator/test_corpus.py).
 
-    `conformance`: what the ISA defines of its result: "exact" (every bit), "approx" (an ulp bound), "order" (it has no
-    result); "unverified": read from the ISA alone, never compared with a GPU. Some opcodes of unverified forms occur in
-    published kernels that come out right (`EXERCISED` in tests/emulator/test_corpus.py). `golden`: the family of
-    micro-kernels that compares it with hardware, "" if none does. `converges`: all live lanes of a warp must execute it
-    together. `aligned`: all 32 lanes must, and what a report calls it. `solo`: it gets a block of its own and may wait
-    or split the batch.
+    `converges`: all live lanes of a warp must execute it together. `aligned`: all 32 lanes must, and what a report
+    calls it. `solo`: it gets a block of its own, and may wait or split the batch.
     """
 
-    template: str
     build: Build
     since: int = 80
     only: tuple[int, ...] = ()
-    conformance: str = "exact"
-    golden: str = ""
     converges: bool = False
     aligned: str = ""
     solo: bool = False
 
-    @functools.cached_property
-    def pattern(self) -> re.Pattern[str]:
-        """Pattern that matches every opcode of the template; its groups are the choices."""
-        pieces = _GROUP.split(self.template)
-        groups = ["(" + "|".join(map(re.escape, choices.split("|"))) + ")" for choices in pieces[1::2]]
-        return re.compile(
-            "".join(itertools.chain.from_iterable(zip(map(re.escape, pieces[::2]), (*groups, ""), strict=True)))
-        )
 
-
-FORMS: list[Form] = []
-_BY_WORD: dict[str, list[Form]] = {}  # by what stands before the first dot
-_GROUP = re.compile(r"\{([^}]*)\}")
+FORMS: dict[str, tuple[Form, tuple[str, ...]]] = {}
+"""Form and choices by opcode."""
 
 
 def form(*templates: str, **traits: Any) -> Callable[[Build], Build]:
     """Register the decorated function for every opcode of the templates. Traits are fields of `Form`."""
 
     def register(build: Build) -> Build:
-        for template in templates:
-            entry = Form(template, build, **traits)
-            FORMS.append(entry)
-            first = _GROUP.match(template)
-            for start in first[1].split("|") if first else [template]:
-                _BY_WORD.setdefault(re.split(r"[.{]", start)[0], []).append(entry)
+        entry = Form(build, **traits)
+        for opcode, choices in itertools.chain.from_iterable(map(expand, templates)):
+            if opcode in FORMS:
+                raise ValueError(f"{opcode} has two forms")
+            FORMS[opcode] = entry, choices
         return build
 
     return register
+
+
+def expand(template: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield every opcode of a template, with its choices."""
+    pieces = re.split(r"\{([^}]*)\}", template)
+    for choices in itertools.product(*(group.split("|") for group in pieces[1::2])):
+        yield "".join(itertools.chain(*zip(pieces[::2], (*choices, ""), strict=True))), choices
 
 
 def computed(
@@ -128,29 +116,9 @@ def called(*templates: str, operands: str = "", results: str = "", **traits: Any
     return register
 
 
-def expand(template: str) -> list[tuple[str, tuple[str, ...]]]:
-    """List every opcode of a template, with its choices."""
-    groups = [group.split("|") for group in _GROUP.findall(template)]
-    pieces = _GROUP.split(template)[::2]
-    found = []
-    for choices in itertools.product(*groups):
-        opcode = "".join(itertools.chain.from_iterable(zip(pieces, (*choices, ""), strict=True)))
-        found.append((opcode, choices))
-    return found
-
-
-@functools.lru_cache(4096)  # opcodes
-def _found(opcode: str) -> tuple[Form, tuple[str, ...]] | None:
-    for entry in _BY_WORD.get(opcode.split(".")[0], ()):
-        match = entry.pattern.fullmatch(opcode)
-        if match:
-            return entry, match.groups()
-    return None
-
-
 def lookup(opcode: str, arch: int) -> tuple[Form, tuple[str, ...]]:
     """Look up the form of an opcode on sm_<arch>, with its choices. Raises UnknownForm."""
-    found = _found(opcode)
+    found = FORMS.get(opcode)
     if found is None:
         raise UnknownForm(f"the emulator does not know the instruction form {opcode}")
     entry = found[0]

@@ -36,9 +36,7 @@ def pool_of(cta: Cta) -> Pool:
     return cta.unit("registers", lambda: Pool(cta.num_warps, cta.grid.registers))
 
 
-@called(
-    "setmaxnreg.inc.sync.aligned.u32", operands="#", since=90, solo=True, aligned="setmaxnreg.inc", conformance="order"
-)
+@called("setmaxnreg.inc.sync.aligned.u32", operands="#", since=90, solo=True, aligned="setmaxnreg.inc")
 def claim(w: WarpBatch, mask: Array | None, count: int) -> None:
     warps, pool = _warps(w, mask, count, "setmaxnreg.inc"), pool_of(w.cta)
     most = int(pool.held[warps].max())
@@ -61,7 +59,7 @@ def claim(w: WarpBatch, mask: Array | None, count: int) -> None:
         w.wait = waiting
 
 
-@called("setmaxnreg.dec.sync.aligned.u32", operands="#", since=90, aligned="setmaxnreg.dec", conformance="order")
+@called("setmaxnreg.dec.sync.aligned.u32", operands="#", since=90, aligned="setmaxnreg.dec")
 def release(w: WarpBatch, mask: Array | None, count: int) -> None:
     warps, pool = _warps(w, mask, count, "setmaxnreg.dec"), pool_of(w.cta)
     least = int(pool.held[warps].min())

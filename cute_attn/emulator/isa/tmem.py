@@ -25,8 +25,8 @@ _LD, _ST = "tcgen05.ld.32x32b", "tcgen05.st.32x32b"
 _NUM = ".x{1|2|4|8|16|32|64|128}"
 
 
-tensor_form = functools.partial(form, since=100, only=ARCHS, conformance="unverified")
-tensor_call = functools.partial(called, since=100, only=ARCHS, conformance="unverified")
+tensor_form = functools.partial(form, since=100, only=ARCHS)
+tensor_call = functools.partial(called, since=100, only=ARCHS)
 
 
 def memory_of(cta: Cta) -> TensorMemory:

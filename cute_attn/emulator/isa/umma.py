@@ -15,7 +15,6 @@ from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.formats import DECODERS
 from cute_attn.emulator.isa import mbarrier
-from cute_attn.emulator.isa.bulk import ranks_of
 from cute_attn.emulator.isa.tmem import GROUP, memory_of, pair_of, tensor_call, tensor_form
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Addr, Inst
@@ -223,7 +222,7 @@ def _queue(w: WarpBatch, lane: int) -> str:
 def commit(w: WarpBatch, mask: Array | None, group: str, multicast: str, address: Array, ctas: Array) -> None:
     pair_of(w.cta, int(group))
     for lane, at, named in w.each(mask, address, ctas):
-        ranks = ranks_of(named) if multicast else [at >> RANK_SHIFT]
+        ranks = [rank for rank in range(16) if named >> rank & 1] if multicast else [at >> RANK_SHIFT]
         op = memory_of(w.cta).stream(int(w.lane_agents[lane]), KIND, int(w.lane[lane])).commit()
         places = [rank << RANK_SHIFT | at & OFFSET_MASK for rank in ranks]
         barriers = [mbarrier.target(w.cta, place, op, "tcgen05.commit", in_order=True) for place in places]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cute_attn.emulator.dtypes import Array, some
@@ -38,10 +36,7 @@ def members(w: WarpBatch, mask: Array | None, member_mask: Array, what: str) -> 
         )
 
 
-_TOGETHER: dict[str, Any] = {"converges": True, "golden": "warp"}
-
-
-@called("shfl.sync{.up|.down|.bfly|.idx}.b32", operands="$0 u4 u4 u4 u4", results="u4 p", **_TOGETHER)
+@called("shfl.sync{.up|.down|.bfly|.idx}.b32", operands="$0 u4 u4 u4 u4", results="u4 p", converges=True)
 def shfl(
     w: WarpBatch, mask: Array | None, mode: str, a: Array, b: Array, c: Array, member: Array
 ) -> tuple[Array, Array]:
@@ -79,7 +74,7 @@ def _sources(w: WarpBatch, mode: str, b: Array, c: Array) -> tuple[Array, Array]
     return w.row * 32 + source, valid
 
 
-@called("vote.sync{.any|.all|.uni}.pred", operands="$0 p u4", results="p", **_TOGETHER)
+@called("vote.sync{.any|.all|.uni}.pred", operands="$0 p u4", results="p", converges=True)
 def vote(w: WarpBatch, mask: Array | None, mode: str, p: Array, member: Array) -> Array:
     members(w, mask, member, "vote.sync")
     active = w.active(mask).reshape(-1, 32)
@@ -89,18 +84,18 @@ def vote(w: WarpBatch, mask: Array | None, mode: str, p: Array, member: Array) -
     return results[mode][w.row]
 
 
-@called("vote.sync.ballot.b32", operands="p u4", results="u4", **_TOGETHER)
+@called("vote.sync.ballot.b32", operands="p u4", results="u4", converges=True)
 def vote_ballot(w: WarpBatch, mask: Array | None, p: Array, member: Array) -> Array:
     members(w, mask, member, "vote.sync")
     return ballot((w.full(p) & w.active(mask)).reshape(-1, 32))[w.row]
 
 
-@called("activemask.b32", results="u4", golden="warp")
+@called("activemask.b32", results="u4")
 def activemask(w: WarpBatch, mask: Array | None) -> Array:
     return ballot(w.active(mask).reshape(-1, 32))[w.row]
 
 
-@called("match.any.sync{.b32|.b64}", operands=". u4", results="u4", **_TOGETHER)
+@called("match.any.sync.b32", operands=". u4", results="u4", converges=True)
 def match_any(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> Array:
     members(w, mask, member, "match.sync")
     rows = w.full(a).reshape(-1, 32)
@@ -109,7 +104,7 @@ def match_any(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> Arra
     return ballot(same.reshape(-1, 32))
 
 
-@called("match.all.sync{.b32|.b64}", operands=". u4", results="u4 p", **_TOGETHER)
+@called("match.all.sync.b32", operands=". u4", results="u4 p", converges=True)
 def match_all(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> tuple[Array, Array]:
     same = match_any(w, mask, a, member)
     here = activemask(w, mask)
@@ -117,7 +112,7 @@ def match_all(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> tupl
     return np.where(every, here, np.uint32(0)), every
 
 
-@called("redux.sync{.add|.min|.max|.and|.or|.xor}{.u32|.s32|.b32}", operands="$0 . u4", results=".", **_TOGETHER)
+@called("redux.sync{.add|.min|.max|.and|.or|.xor}{.u32|.s32|.b32}", operands="$0 . u4", results=".", converges=True)
 def redux(w: WarpBatch, mask: Array | None, op: str, a: Array, member: Array) -> Array:
     members(w, mask, member, "redux.sync")
     rows = w.full(a).reshape(-1, 32)
@@ -129,7 +124,7 @@ def redux(w: WarpBatch, mask: Array | None, op: str, a: Array, member: Array) ->
     return out.ravel()
 
 
-@called("elect.sync", operands="u4", results="u4 p", since=90, **_TOGETHER)
+@called("elect.sync", operands="u4", results="u4 p", since=90, converges=True)
 def elect(w: WarpBatch, mask: Array | None, member: Array) -> tuple[Array, Array]:
     members(w, mask, member, "elect.sync")
     first = np.zeros(len(w.warps), np.uint32)
@@ -139,6 +134,6 @@ def elect(w: WarpBatch, mask: Array | None, member: Array) -> tuple[Array, Array
     return chosen, w.lane == chosen
 
 
-@called("bar.warp.sync", "barrier.warp.sync", operands="u4", conformance="order", **_TOGETHER)
+@called("bar.warp.sync", operands="u4", converges=True)
 def bar_warp(w: WarpBatch, mask: Array | None, member: Array) -> None:
     members(w, mask, member, "bar.warp.sync")

@@ -144,11 +144,11 @@ def _value_of(x: Any) -> Array:
 # --- forms ------------------------------------------------------------------------------------------------------------
 
 
-_HOPPER: dict[str, Any] = {"since": 90, "only": (90,), "golden": "wgmma"}
-_PRODUCT: dict[str, Any] = {"conformance": "approx", "aligned": "wgmma", **_HOPPER}
+_HOPPER: dict[str, Any] = {"since": 90, "only": (90,)}
+_PRODUCT: dict[str, Any] = {"aligned": "wgmma", **_HOPPER}
 
 
-@called("wgmma.fence.sync.aligned", solo=True, aligned="wgmma.fence", conformance="order", **_HOPPER)
+@called("wgmma.fence.sync.aligned", solo=True, aligned="wgmma.fence", **_HOPPER)
 def fence(w: WarpBatch, mask: Array | None) -> None:
     """Allow the products that follow to use registers as they are now."""
     groups = w.warps // 4
@@ -232,12 +232,12 @@ def _ids(w: WarpBatch) -> set[int]:
     return w.wgmma_fenced_ids
 
 
-@called("wgmma.commit_group.sync.aligned", conformance="order", **_HOPPER)
+@called("wgmma.commit_group.sync.aligned", **_HOPPER)
 def commit(w: WarpBatch, mask: Array | None) -> None:
     w.wgmma_groups.append([])
 
 
-@called("wgmma.wait_group.sync.aligned", operands="#", converges=True, conformance="order", **_HOPPER)
+@called("wgmma.wait_group.sync.aligned", operands="#", converges=True, **_HOPPER)
 def wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
     """Complete committed groups, oldest first, until `keep` are left."""
     finished: list[Product] = []

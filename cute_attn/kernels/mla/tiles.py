@@ -57,12 +57,20 @@ def _key(dtype: str, form: CacheForm) -> dict[str, Any]:
     return {"dtype": dtype, "out_dtype": dtype, "head_dim": LATENT, **form._asdict()}
 
 
+ROWS = (16, 32, 64)
 NARROW = KV_DTYPES[1]
 COMMON = CacheForm(), CacheForm(NARROW, 8)
 OTHERS = CacheForm("", 0), CacheForm(NARROW, 0, True), CacheForm(NARROW, 16, True)
+ROTATED = (*COMMON, CacheForm(NARROW, 8, True), CacheForm(NARROW, 16, True))  # what caches of models hold
 
 
 def default_specs(arch: Arch) -> list[AnyMlaSpec]:
     """Kernels of all tiles that an architecture has room for; of forms of caches that are rare, one tile each."""
-    keys = (*itertools.product(DTYPES, COMMON, (16, 32, 64)), *itertools.product(("bfloat16",), OTHERS, (16,)))
+    keys = (*itertools.product(DTYPES, COMMON, ROWS), *itertools.product(("bfloat16",), OTHERS, (16,)))
     return list(dict.fromkeys(choose(*key, arch) for key in keys))
+
+
+def specs_of_cache(dtype: str, kv_dtype: str, arch: Arch) -> list[AnyMlaSpec]:
+    """Kernels for caches of this type ("": that of the queries), for any number of query rows; none for other types."""
+    forms = [form for form in ROTATED if form.kv_dtype == kv_dtype]
+    return list(dict.fromkeys(choose(dtype, *key, arch) for key in itertools.product(forms, ROWS)))

@@ -19,8 +19,9 @@ SMEM = 1024
 
 
 def memory_cases() -> Iterator[Case]:
-    yield _pair("tile.pair", ".L2::cache_hint.cta_group::2")
-    yield _pair("tile.multicast.pair", ".multicast::cluster.cta_group::2")
+    yield from (
+        _pair(f"tile.pair{more}", more) for more in (".L2::cache_hint.cta_group::2", ".cta_group::2.L2::cache_hint")
+    )
     yield from map(wide, WIDE_STORES)
     yield from _transposed_bytes()
 
@@ -61,26 +62,23 @@ WAIT = ("WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r9], %r6;", "@!%p
 
 
 def _pair(name: str, more: str) -> Case:
-    """Two CTAs. Multicast: the odd one loads for both. Otherwise each loads rows of its own. The bytes of both are
-    counted by the even one's barrier."""
-    multicast, nbytes, firsts = ".multicast" in more, 4 * SPAN, (3, 48)
+    """Two CTAs load rows of their own. The bytes of both are counted by the even one's barrier."""
+    nbytes, firsts = 4 * SPAN, (3, 48)
     kernel = text(threads=128, smem=SMEM, maps=1, cluster=2).add(*_SETUP, "mov.u32 %r10, %cluster_ctarank;")
-    kernel.add("setp.eq.u32 %p3, %r10, 0;", "setp.eq.u32 %p1, %me, 0;", "mov.b16 %h1, 3;")
+    kernel.add("setp.eq.u32 %p3, %r10, 0;", "setp.eq.u32 %p1, %me, 0;")
     kernel.add("mov.u32 %r11, 0;", "mapa.shared::cluster.u32 %r12, %r9, %r11;")
     kernel.add("@!%p1 bra SET;", "mbarrier.init.shared::cta.b64 [%r9], 1;", "fence.mbarrier_init.release.cluster;")
     kernel.add(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r9], {2 * nbytes};", "fence.proxy.async;", "SET:")
     kernel.add("barrier.cluster.arrive;", "barrier.cluster.wait;")
-    extra = (", %h1" if multicast else "") + (", %rd7" if "cache_hint" in more else "")
-    for rank in (1,) if multicast else (0, 1):
+    for rank in (0, 1):
         kernel.add(f"setp.eq.and.u32 %p4, %r10, {rank}, %p1;")
-        kernel.add(f"@%p4 {TILE}{more} [%r8], [%rd1, {{32, {firsts[rank]}}}], [%r12]{extra};")
+        kernel.add(f"@%p4 {TILE}{more} [%r8], [%rd1, {{32, {firsts[rank]}}}], [%r12], %rd7;")
     # with one barrier for both, the other CTA waits through the cluster's barrier
     kernel.add("@!%p3 bra WAITED;", *WAIT, "WAITED:")
     kernel.add("barrier.cluster.arrive;", "barrier.cluster.wait;", f"mul.wide.u32 %rd8, %r10, {nbytes};")
     kernel.add("add.u64 %dst, %dst, %rd8;").dump_shared(nbytes)
     data = rng(name).integers(0, 256, ROWS * PITCH).astype(np.uint8)
-    loaded = (firsts[1], firsts[1]) if multicast else firsts
-    want = b"".join(_image(data, 64, first).tobytes() for first in loaded)
+    want = b"".join(_image(data, 64, first).tobytes() for first in firsts)
     source = Map("bfloat16", (WIDTH // 2, ROWS), (PITCH,), (SPAN // 2, 4), 3, "in")
     options: dict[str, Any] = {"threads": 128, "grid": 2, "cluster": 2, "maps": (source,)}
     return Case("pair", name, kernel.ptx(), data.tobytes(), 2 * nbytes, "u1", want=want, **options)

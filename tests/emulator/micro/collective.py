@@ -156,23 +156,13 @@ def _atomics() -> Iterator[Case]:
         "or.b32",
         "xor.b32",
         "add.u64",
-        "add.f32",
     ):
         name, width = f"red.{op}", 8 if op.endswith("64") else 4
         text = Text(threads=128).add("and.b32 %r1, %me, 7;", f"mad.wide.u32 %rd1, %r1, {width}, %dst;")
         text.add(f"mad.wide.u32 %rd2, %me, {width}, %src;")
         register = "%rd3" if width == 8 else "%r2"
         text.add(f"ld.global.b{8 * width} {register}, [%rd2];", f"red.global.{op} [%rd1], {register};")
-        values = _words(name, 256)
-        if op == "add.f32":
-            values = rng(name).integers(-9, 9, 256).astype(np.float32).view(np.uint32)
-        yield Case("atomics", name, text.ptx(), values.tobytes(), 64, threads=128)
-    text = Text(threads=32).add("setp.ne.u32 %p1, %me, 5;", "@%p1 bra DONE;", "atom.global.cas.b32 %r1, [%dst], 0, 77;")
-    text.add("atom.global.cas.b32 %r2, [%dst], 0, 88;", "atom.global.exch.b32 %r3, [%dst+4], 9;")
-    text.add("atom.global.inc.u32 %r4, [%dst+8], 1;", "atom.global.inc.u32 %r5, [%dst+8], 1;")
-    text.add("atom.global.dec.u32 %r6, [%dst+12], 6;")
-    text.add(*(f"st.global.b32 [%dst+{12 + 4 * i}], %r{i};" for i in range(1, 7)), "DONE:")
-    yield Case("atomics", "single", text.ptx(), bytes(16), 40)
+        yield Case("atomics", name, text.ptx(), _words(name, 256).tobytes(), 64, threads=128)
 
 
 def _barriers() -> Iterator[Case]:

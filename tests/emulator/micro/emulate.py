@@ -54,12 +54,5 @@ def launched(
 
 
 def encoded(tensor: Map, base: int) -> bytes:
-    return tensormap.encode_tiled(
-        tensor.dtype,
-        base + tensor.offset,
-        tensor.dims,
-        tensor.strides,
-        tensor.box,
-        swizzle=tensor.swizzle,
-        l2=tensor.l2,
-    )
+    parts = base + tensor.offset, tensor.dtype, tensor.dims, tensor.strides, tensor.box, tensor.swizzle, tensor.l2
+    return tensormap.TensorMap(*parts).encode()

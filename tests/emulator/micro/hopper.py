@@ -19,7 +19,6 @@ def cases() -> Iterator[Case]:
     yield from _narrow_sums()
     yield from _loads()
     yield from _stores()
-    yield from _bulk()
 
 
 # --- wgmma ------------------------------------------------------------------------------------------------------------
@@ -233,15 +232,3 @@ def _store(name: str, tensor: Map, coordinates: tuple[int, ...]) -> Case:
         sizes = ((SMEM, name), (target, name + "o"))
         data, initial = (rng(of).integers(-9, 9, n // 4).astype(np.float32).tobytes() for n, of in sizes)
     return Case("tma", name, text.ptx(), data, target, "u1", threads=128, maps=(tensor,), initial=initial)
-
-
-def _bulk() -> Iterator[Case]:
-    copy = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r8], [%src], {SMEM}, [%r9];"
-    text = _brought(Text(threads=128, smem=SMEM + 128), SMEM, copy)
-    yield Case("tma", "bulk.load", text.ptx(), _numbers("bulk.load"), SMEM, "u1", threads=128)
-    name = "bulk.store.plain"
-    text = Text(threads=128, smem=SMEM).fill_shared(SMEM).add("mov.u32 %r8, sm;", "setp.ne.u32 %p1, %me, 0;")
-    text.add("@%p1 bra DONE;", f"cp.async.bulk.global.shared::cta.bulk_group [%dst], [%r8], {SMEM};")
-    text.add("cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;", "DONE:")
-    data, initial = _numbers(name)[:SMEM], _numbers(name + "o")[:SMEM]
-    yield Case("tma", name, text.ptx(), data, SMEM, "u1", threads=128, initial=initial)

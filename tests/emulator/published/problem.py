@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cute_attn.emulator import ptx, run, tensormap
+from cute_attn.emulator import launch, ptx, tensormap
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.isa import floats
 from cute_attn.emulator.machine import Stats
@@ -165,7 +165,8 @@ class Problem:
     def _encode(self, name: str, dims: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
         item = "bfloat16" if name == "o" else self.item
         size = 1 if item == "uint8" else 2
-        return tensormap.encode_tiled(item, self.address[name], dims, [size * s for s in strides], box, swizzle=3)
+        parts = tuple(dims), tuple(size * s for s in strides), tuple(box)
+        return tensormap.TensorMap(self.address[name], item, *parts, swizzle=3).encode()
 
     def scheduler(self) -> list[bytes]:
         """Parameters of their tile schedulers: of blocks in order, of causal blocks by falling cost."""
@@ -228,4 +229,4 @@ class Problem:
             "smem_bytes": SMEM,
             "params": block,
         }
-        return run.launch(text, description, self.memory, **options)
+        return launch(text, description, self.memory, **options)

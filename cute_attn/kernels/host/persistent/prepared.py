@@ -94,13 +94,13 @@ def emulated(
     dtype: str, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int, axis: int
 ) -> Maps:
     """Returns what encodes maps for the emulator, of the arguments of `tensormap.Encoder`."""
-    from cute_attn.emulator.tensormap import encode_tiled
+    from cute_attn.emulator.tensormap import TensorMap
 
     def encode(length: int, address: int) -> bytes:
-        lengths = [max(size, 1) for size in sizes]
-        lengths[axis] = length or 1
-        used = [stride if size > 1 else 16 for stride, size in zip(strides, lengths[1:], strict=True)]
-        return encode_tiled(dtype, address or 16, lengths, used, box, swizzle=swizzle, l2=tensormap.L2_PROMOTION_256B)
+        lengths = tuple((length or 1) if i == axis else max(size, 1) for i, size in enumerate(sizes))
+        used = tuple(stride if size > 1 else 16 for stride, size in zip(strides, lengths[1:], strict=True))
+        where = address or 16, dtype, lengths, used, tuple(box)
+        return TensorMap(*where, swizzle, tensormap.L2_PROMOTION_256B).encode()
 
     return encode
 
