@@ -85,6 +85,18 @@ def store_shared(
         memory.store(offsets, words_of(rows[lanes[chosen]]), agents, what)
 
 
+def update_shared(
+    batch: WarpBatch, mask: Array | None, addresses: Array, nbytes: int, what: str, cluster: bool
+) -> None:
+    """Check and record atomic updates of words of shared memory, which do not race with one another."""
+    lanes = batch.lanes(mask)
+    at = batch.full(addresses)[lanes]
+    for memory, chosen in shared_of(batch, at, what, cluster):
+        offsets, agents = offsets_of(at[chosen]), batch.lane_agents[lanes[chosen]]
+        memory.check(offsets, nbytes, what)
+        memory.update(offsets, nbytes, agents, what)
+
+
 def words_of(rows: Array) -> Array:
     """View rows of bytes as words."""
     return np.ascontiguousarray(rows).view(word_type(rows.shape[1]))[:, 0]

@@ -33,7 +33,8 @@ from unittest import mock
 from cute_attn.emulator import EmulatorError, Schedule, using
 from tests.emulator.equivalents import excuse
 from tests.emulator.mutations import MUTATIONS, Mutant, applied, mutants
-from tests.support import batch_case, fp8_case
+from tests.emulator.test_planner import SYNCHRONISED, emulated
+from tests.support import batch_case, device_schedules, fp8_case
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.batch_case import decode as batch_decode
 from tests.support.matrix import decode, prefill
@@ -45,7 +46,7 @@ MORE = tuple(Schedule("adversarial", seed) for seed in (3, 4, 5))  # for those t
 LAGGING = Schedule("lagging", 12)  # the producer of the second CTA of a pair
 
 
-AnyCase = BatchCase | MlaCase
+AnyCase = BatchCase | MlaCase | device_schedules.Case
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ PROBLEMS = {
         MlaCase(heads=20, q_lens=(1, 1, 1, 1), kv_lens=(0, 300, 100, 5), page_size=16, narrow=True),
         MlaCase(heads=3, q_lens=(1,), kv_lens=(800,), page_size=16, narrow=True),
     ),
+    "planner": on(("sm_90a", "plan"), 132, *SYNCHRONISED),
     "tcgen05": on_blackwell(dense, 128),
     "tcgen05 gathered": on_blackwell(gathered, 42),
     "tcgen05 fp8": on_blackwell(fp8, 128, head_dim=64),
@@ -211,6 +213,8 @@ def solve(case: AnyCase) -> str:
     """What is wrong, or ""."""
     try:
         with mock.patch.object(batch_case, "WORKSPACE", WORKSPACE):
+            if isinstance(case, device_schedules.Case):
+                return device_schedules.difference(case, emulated("sm_90a"), "cpu") or ""
             if isinstance(case, MlaCase):
                 case.check(case.trtllm(backend="emulator"))
             else:

@@ -69,12 +69,17 @@ def test_sizes_at_their_ends(name: str) -> None:
         assert difference(SHAPES[name], emulated("sm_90a"), "cpu") is None
 
 
+# All barriers, some of which only more requests than threads need.
+SYNCHRONISED = (
+    *(SHAPES[name] for name in ("no request", "one long request", "a batch of an engine")),
+    case(np.ones(1100), RNG.integers(1, 5000, 1100), L2),
+)
+
+
 def test_without_races() -> None:
     with using("sm_90a"):
-        for name in ("one long request", "a batch of an engine"):
-            assert difference(SHAPES[name], emulated("sm_90a"), "cpu") is None
-        few = case(np.ones(40), RNG.integers(1, 5000, 40), L2._replace(resident_ctas=16))
-        assert difference(few, emulated("sm_90a"), "cpu") is None
+        for problem in SYNCHRONISED:
+            assert difference(problem, emulated("sm_90a"), "cpu") is None
 
 
 def test_schedules_follow_one_another_in_the_same_memory() -> None:

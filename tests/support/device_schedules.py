@@ -19,6 +19,8 @@ from cute_attn.schedule.params import SchedulerParams
 from tests.support.makespan import random_kv_len
 from tests.support.plain_schedule import WorkList, schedule
 
+GARBAGE = 0x5A5A5A5A
+
 
 class Case(NamedTuple):
     """A batch, the tile of its launch and its limits. `page_size` 0: ragged. `q_len`: of every request, or 0."""
@@ -132,9 +134,14 @@ def device_lengths(case: Case, device: str) -> DeviceLengths:
 def launch(
     case: Case, lengths: BatchLengths | DeviceLengths, gpu: Gpu, staging: Staging
 ) -> tuple[np.ndarray, list[int]]:
-    """Runs the planner on a GPU, or on the emulator. Returns the records, and how many items and merges it counted."""
-    planner, room = Planner(case.params, case.page_size or 1, gpu), room_of(case)
+    """Runs the planner on a GPU, or on the emulator, where new memory may hold anything. Returns the records, and how
+    many items and merges it counted.
+    """
+    planner, room, before = Planner(case.params, case.page_size or 1, gpu), room_of(case), staging.memory
     records, _ = planner.placed(lengths, room, staging, fixed=False)
+    for old, new in zip(before[1:], staging.memory[1:], strict=True):
+        if new is not old:
+            new.fill_(GARBAGE)
     if gpu.device_index == CPU:
         staging.write_within(functools.partial(emulator.writing, lengths, staging))
     staging.send()

@@ -61,12 +61,15 @@ def atomic(
 ) -> Array:
     width, shared = word.itemsize, space.startswith(".shared")
     old, at, x = np.zeros(w.size, word), w.full(address), w.full(x)
-    if not shared:
+    if shared:
+        access.update_shared(w, mask, address, width, "atom", space == ".shared::cluster")
+    else:
         access.check_aligned(at[w.lanes(mask)], width, "atom")
         order.publish(w, mask, address, release=sem in (".release", ".acq_rel"))
     for lane in w.lanes(mask):
         if shared:
-            row = _shared_word(w, int(at[lane]), width, space == ".shared::cluster")
+            memory, (offset,) = access.shared_at(w, at[lane : lane + 1], width, "atom", space == ".shared::cluster")
+            row = memory.bytes.data[offset : offset + width]
         else:
             row = access.read_global(w.cta, at[lane : lane + 1], width, None, "atom")[0]
         before = row.view(word)
@@ -82,9 +85,3 @@ def atomic(
     if not shared:
         order.observe(w, mask, address, acquire=sem in (".acquire", ".acq_rel"))
     return old
-
-
-def _shared_word(w: WarpBatch, address: int, width: int, cluster: bool) -> Array:
-    """View of a shared word. Atomics on shared memory are unordered with one another and are not checked for races."""
-    memory, (offset,) = access.shared_at(w, np.array([address], np.uint32), width, "atom", cluster)
-    return memory.bytes.data[offset : offset + width]
