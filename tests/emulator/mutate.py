@@ -53,18 +53,12 @@ AnyCase = BatchCase | MlaCase | device_schedules.Case
 class Problems:
     """Problems of one kernel, on few multiprocessors, so that keys are not split where they need not be: long enough
     to reuse every stage of every ring, some with tiles that see no key; the cheapest first. `kernels`: the backend that
-    is mutated; `sms`: multiprocessors for all cases, or for each.
+    is mutated; `launches`: multiprocessors and case of each.
     """
 
     arch: str
     kernels: str
-    sms: int | tuple[int, ...]
-    cases: tuple[AnyCase, ...]
-
-    def launches(self) -> list[tuple[int, AnyCase]]:
-        """Multiprocessors and case of each launch."""
-        sms = self.sms if isinstance(self.sms, tuple) else (self.sms,) * len(self.cases)
-        return list(zip(sms, self.cases, strict=True))
+    launches: tuple[tuple[int, AnyCase], ...]
 
     def mutates(self, ptx: str) -> bool:
         """Whether it is a kernel of the backend, or the merge of partial results beside fa2's."""
@@ -80,12 +74,12 @@ fp8 = functools.partial(fp8_case.fp8, heads=(1, 1), **fp8_case.SIGNED, seed=2)
 HOPPER_FA2, BLACKWELL_FA4, BLACKWELL_XQA = ("sm_90a", "fa2"), ("sm_100a", "fa4"), ("sm_100a", "xqa")
 
 
-def on(target: tuple[str, str], sms: int | tuple[int, ...], *cases: AnyCase) -> Problems:
-    return Problems(*target, sms, cases)
+def on(target: tuple[str, str], sms: int, *cases: AnyCase) -> Problems:
+    return Problems(*target, tuple((sms, case) for case in cases))
 
 
-def on_latent(*cases: AnyCase) -> Problems:
-    return on(("sm_90a", "mla"), (2, 16), *cases)
+def on_latent(on_two: MlaCase, on_many: MlaCase) -> Problems:
+    return Problems("sm_90a", "mla", ((2, on_two), (16, on_many)))
 
 
 def on_hopper(make: Callable[..., AnyCase], **more: Any) -> Problems:
@@ -190,7 +184,7 @@ def launched(name: str, schedule: Schedule, launch: int) -> tuple[str, ...]:
         return ptx
 
     asked = PROBLEMS[name]
-    sms, case = asked.launches()[launch]
+    sms, case = asked.launches[launch]
     with using(asked.arch, schedule=schedule, rewrite=remember, sms=sms, kernels=asked.kernels):
         result = solve(case)
     assert result == "", f"the kernels themselves: {result}"
@@ -199,7 +193,7 @@ def launched(name: str, schedule: Schedule, launch: int) -> tuple[str, ...]:
 
 def kernels(name: str, cases: int | None = None) -> list[str]:
     """PTX of the kernels that the problems of a name launch, or the first `cases` of them."""
-    launches = range(len(PROBLEMS[name].launches()))[:cases]
+    launches = range(len(PROBLEMS[name].launches))[:cases]
     return list(dict.fromkeys(ptx for launch in launches for ptx in launched(name, ALL_SCHEDULES[0], launch)))
 
 
@@ -231,7 +225,7 @@ def caught(name: str, original: str, mutant: Mutant, schedules: tuple[Schedule, 
     def rewrite(ptx: str) -> str:
         return changed if ptx == original else ptx
 
-    for schedule, (launch, (sms, case)) in itertools.product(schedules, enumerate(asked.launches())):
+    for schedule, (launch, (sms, case)) in itertools.product(schedules, enumerate(asked.launches)):
         with using(asked.arch, schedule=schedule, rewrite=rewrite, sms=sms, kernels=asked.kernels):
             try:
                 by = "wrong result" if solve(case) else ""

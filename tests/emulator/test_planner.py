@@ -48,7 +48,6 @@ SHAPES = {
     "no keys": case([1, 3], [0, 0]),
     "one token": case([1], [1], page=0),
     "longer than any histogram has bins": case(np.ones(30), RNG.integers(1, 200_000, 30)),
-    "4096 requests": case(np.ones(4096), RNG.integers(0, 900, 4096)),
     "4096 requests in L2 groups": case(np.ones(4096), RNG.integers(0, 5000, 4096), L2),
     "20000 items": case([100_000, 300, 0, 60_000], [100_000, 9000, 5, 200_000], PREFILL._replace(rows=32)),
     "no room for partials": case(np.ones(8), np.full(8, 9000), limits=LIMITS._replace(workspace_bytes=0)),

@@ -3,7 +3,8 @@
 The preceding kernel may still write all of these. Keys are fetched into L2 alone, which keeps what is written later.
 Lengths and page ids tell where the first tiles are; these are copied as soon as the preceding kernel has ended, while
 lengths and page ids are read again. Where they have changed, the tiles are copied once more. Stale values only name
-other lines of the cache: requests, heads, entries of the page table and pages are kept in bounds.
+other lines of the cache: requests, entries of the page table and pages are kept in bounds. Heads are so by themselves:
+each length is read once, and the tickets, or the positions that these lengths add up to, have no other units.
 """
 
 from __future__ import annotations
@@ -45,14 +46,13 @@ def begins_with_queries(p: Any) -> Boolean:
 
 
 def early_segment(found: tuple[Share, Segment], p: Any) -> tuple[Share, Segment]:
-    """The first segment, in bounds; without tiles where these are not known, or an empty cache has no page for stale
+    """The first segment; without tiles where these are not known, or an empty cache has no page for stale
     lengths. `p` are the parameters of the launch."""
     share, segment = found
-    unit = ptx.maximum(ptx.minimum(segment.unit, p.num_kv_heads * p.row_blocks.value - 1), Int32(0))
     request = segment.request
     qo_len = ptx.select(p.q_indptr == Int64(0), request.qo_len, Int32(0))
     tiles = ptx.select(isa.all_of([p.pages > 0, cutlass.not_(begins_with_queries(p))]), request.tiles, Int32(0))
-    return share, segment._replace(unit=unit, request=request._replace(qo_len=qo_len, tiles=tiles))
+    return share, segment._replace(request=request._replace(qo_len=qo_len, tiles=tiles))
 
 
 def bounded(kv: PagedKv, segment: Segment, load: Load) -> PagedKv:
