@@ -97,7 +97,7 @@ def test_schedules_follow_one_another_in_the_same_memory() -> None:
 
 WRONG = {
     "decreasing": ([0, 40, 20, 80, 3], [0, 30, 10, 60, 2], [3, 99, -5, 16]),
-    "negative": ([-5, -3, -9, 4, 9], [-100, -1, 20, -4, 7], None),  # without pages
+    "negative": ([-5, -3, -9, 4, 9], [-100, -1, 1 << 30, -4, 7], None),  # without pages
     "huge": ([0, 1 << 30, 5, (1 << 31) - 1, 80], [0, (1 << 31) - 1, 0, 1 << 30, 9], [1 << 30, -(1 << 31), 16, 1]),
     "overlapping": ([0, 80, 0, 80, 0], [0, 60, 0, 60, 0], [16, 16, 16, 16]),
 }
