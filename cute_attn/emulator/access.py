@@ -83,6 +83,13 @@ def store_shared(
         memory.store(offsets, words_of(rows[lanes[chosen]]), agents, what)
 
 
+def update_shared(batch: WarpBatch, mask: Array | None, addresses: Array, nbytes: int, what: str) -> None:
+    """Check and record atomic updates of words of the CTA's shared memory, which do not race with one another."""
+    lanes = batch.lanes(mask)
+    memory, offsets = shared_at(batch, batch.full(addresses)[lanes], nbytes, what)
+    memory.update(offsets, nbytes, batch.lane_agents[lanes], what)
+
+
 def words_of(rows: Array) -> Array:
     """View rows of bytes as words."""
     return np.ascontiguousarray(rows).view(word_type(rows.shape[1]))[:, 0]

@@ -154,6 +154,7 @@ class Shadow:
         self.generic = np.zeros(cells, np.bool_)  # the last write went through the generic proxy
         self.warp_reads = np.zeros((1 + clocks.warps, cells), np.int32)  # epochs by warp
         self.reads: dict[int, Array] = dict(enumerate(self.warp_reads))  # by agent: those of operations are added
+        self.updates: Array | None = None  # epochs of atomic updates by warp, from the first one on
         # Epoch of each agent's last read in a block; 0: none.
         self.last_read = np.zeros(((cells >> BLOCK_SHIFT) + 1, clocks.capacity), np.int32)
 
@@ -169,30 +170,58 @@ class Shadow:
         now = order[agents, agents]
         self.warp_reads[rows, cells] = now[:, None]
         self.last_read[cells[:, 0] >> BLOCK_SHIFT, agents] = now
-        return _written(late, writer)
+        return _written(late, writer) or self._updated(cells, order[agents])
 
     def write(self, cells: Array, agents: Array) -> Conflict | None:
         """Record generic writes by warps."""
         order = self.clocks.v[:, ORDER]
         rows = agents[:, None]
-        writer = self.writer[cells]
-        late = _written(self.written[cells] > order[rows, writer], writer)
-        if late is not None:
-            return late
-        warps = np.flatnonzero(np.bincount(agents))
-        for reader in self._unobserved(order[warps], cells):
-            ahead = self.reads[reader][cells] > order[rows, reader]
-            if some(ahead):
-                return Conflict("read", reader, int(np.argwhere(ahead)[0][0]))
-            self.reads[reader][cells] = 0
+        conflict = self._accessed(cells, agents, forget=True) or self._updated(cells, order[agents])
+        if conflict is not None:
+            return conflict
+        if self.updates is not None:
+            self.updates[:, cells] = 0
         self.writer[cells] = rows
-        if len(warps) > 1:
+        if agents.min() < agents.max():
             last = self.writer[cells]  # another warp of the batch wrote it in the same instruction
             if some(last != rows):
                 return _written(last != rows, last)
         self.written[cells] = order[agents, agents][:, None]
         self.generic[cells] = True
         return None
+
+    def update(self, cells: Array, agents: Array) -> Conflict | None:
+        """Record atomic updates by warps, which are not ordered among one another."""
+        if self.updates is None:
+            self.updates = np.zeros_like(self.warp_reads)
+        conflict = self._accessed(cells, agents, forget=False)
+        if conflict is None:
+            self.updates[agents[:, None], cells] = self.clocks.v[agents, ORDER, agents][:, None]
+        return conflict
+
+    def _accessed(self, cells: Array, agents: Array, forget: bool) -> Conflict | None:
+        """The write or the read that warps, which change row i of `cells`, are not ordered after."""
+        order, rows, writer = self.clocks.v[:, ORDER], agents[:, None], self.writer[cells]
+        late = _written(self.written[cells] > order[rows, writer], writer)
+        if late is not None:
+            return late
+        for reader in self._unobserved(order[np.flatnonzero(np.bincount(agents))], cells):
+            ahead = self.reads[reader][cells] > order[rows, reader]
+            if some(ahead):
+                return Conflict("read", reader, int(np.argwhere(ahead)[0][0]))
+            if forget:
+                self.reads[reader][cells] = 0
+        return None
+
+    def _updated(self, cells: Array, clocks: Array) -> Conflict | None:
+        """The atomic update of row i of `cells` that clock i has not observed."""
+        if self.updates is None:
+            return None
+        late = self.updates[:, cells] > clocks.T[: len(self.updates), :, None]
+        if not some(late):
+            return None
+        agent, row, _ = np.argwhere(late)[0]
+        return Conflict("write", int(agent), int(row))
 
     def op_read(self, cells: Array, op: Op) -> Conflict | None:
         """Record a read through the async proxy."""
@@ -208,7 +237,7 @@ class Shadow:
         self.reads[op.agent][cells] = op.epoch
         last = self.last_read[_blocks(cells), op.agent]
         np.maximum(last, op.epoch, out=last)
-        return None
+        return self._updated(cells[None], op.clock[self.row][None])
 
     def op_write(self, cells: Array, op: Op) -> Conflict | None:
         """Record a write by an asynchronous operation."""
@@ -223,7 +252,7 @@ class Shadow:
         self.writer[cells] = op.agent
         self.written[cells] = op.epoch
         self.generic[cells] = op.generic
-        return None
+        return self._updated(cells[None], op.clock[self.row][None])
 
     def _unobserved(self, clocks: Array, cells: Array) -> list[int]:
         """The agents whose last read of the blocks of these cells one of the clocks has not observed."""

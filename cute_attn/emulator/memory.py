@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator.clocks import Clocks, Op, Shadow
+from cute_attn.emulator.clocks import Clocks, Conflict, Op, Shadow
 from cute_attn.emulator.dtypes import Array, some
 from cute_attn.emulator.errors import BarrierFault, MemoryFault, ProxyFault, Race, Uninitialised
 
@@ -114,13 +114,15 @@ class SharedMemory:
 
     def load(self, offsets: Array, nbytes: int, by: Array | Op, what: str) -> Array:
         """Load words for warps (agents, one per word) or for an operation. `check` must be called before."""
-        lane = self.valid.first_unset(offsets, nbytes)
-        if lane is not None:
-            if some(self.valid.windows(nbytes)[offsets].view(np.uint8) == MBARRIER):
-                raise BarrierFault(f"{what} reads an mbarrier")
-            raise Uninitialised(f"{what} reads uninitialised shared memory at {int(offsets[lane]):#x}", lane)
+        self._require_valid(offsets, nbytes, what)
         self._order(offsets, nbytes, by, what, write=False)
         return self.bytes.windows(nbytes)[offsets]
+
+    def update(self, offsets: Array, nbytes: int, agents: Array, what: str) -> None:
+        """Check and record that warps update words, like `load`."""
+        self._require_valid(offsets, nbytes, what)
+        if self.shadow is not None:
+            self._refuse(self.shadow.update(cells_of(offsets, nbytes), agents), offsets, what)
 
     def store(self, offsets: Array, words: Array, by: Array | Op, what: str) -> None:
         """Store words, like `load`. A warp must not overwrite an mbarrier."""
@@ -129,6 +131,14 @@ class SharedMemory:
             raise BarrierFault(f"{what} overwrites an mbarrier")
         self._order(offsets, nbytes, by, what, write=True)
         put(self.bytes, self.valid, offsets, words)
+
+    def _require_valid(self, offsets: Array, nbytes: int, what: str) -> None:
+        lane = self.valid.first_unset(offsets, nbytes)
+        if lane is None:
+            return
+        if some(self.valid.windows(nbytes)[offsets].view(np.uint8) == MBARRIER):
+            raise BarrierFault(f"{what} reads an mbarrier")
+        raise Uninitialised(f"{what} reads uninitialised shared memory at {int(offsets[lane]):#x}", lane)
 
     def _order(self, offsets: Array, nbytes: int, by: Array | Op, what: str, write: bool) -> None:
         """Record an access, and raise what its conflict is, if it has one."""
@@ -141,6 +151,9 @@ class SharedMemory:
         else:
             cells = cells_of(offsets, nbytes)
             conflict = shadow.write(cells, by) if write else shadow.read(cells, by)
+        self._refuse(conflict, offsets, what)
+
+    def _refuse(self, conflict: Conflict | None, offsets: Array, what: str) -> None:
         if conflict is None:
             return
         kind, agent, lane = conflict

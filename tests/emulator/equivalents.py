@@ -92,8 +92,18 @@ def arrives_full(ptx: str, mutant: Mutant) -> bool:
     return bool(arrival) and any(at_barrier(ptx, arrival[1], ring) for ring in (P_FULL, Q_FULL))
 
 
+def precedes_a_barrier(ptx: str, mutant: Mutant) -> bool:
+    """Whether a barrier of the planner behind reads of all warps' sums has another one before the next sums."""
+    if not mutant.kernel.startswith("cute_attn_plan"):
+        return False
+    at = mutant.place(ptx)
+    before, after = ptx[: at.start()].rpartition("bar.sync")[2], ptx[at.end() :].partition("bar.sync")[0]
+    return "ld.shared.b64" in before and "shfl.sync.idx" in before and "st.shared.b64" not in after
+
+
 # Survivors that break nothing: mutations, what identifies the site, why.
 EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
+    ("barrier removed", precedes_a_barrier, "another barrier comes before the next sums, which overwrite those read"),
     (
         "commit of copies removed",
         lambda ptx, mutant: mutant.kernel.startswith("cute_attn_fa2") and mutant.site == 0,

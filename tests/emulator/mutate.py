@@ -33,7 +33,8 @@ from unittest import mock
 from cute_attn.emulator import EmulatorError, Schedule, using
 from tests.emulator.equivalents import excuse
 from tests.emulator.mutations import MUTATIONS, Mutant, applied, mutants
-from tests.support import batch_case, fp8_case
+from tests.emulator.test_planner import SYNCHRONISED, emulated
+from tests.support import batch_case, device_schedules, fp8_case
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.batch_case import decode as batch_decode
 from tests.support.matrix import decode, prefill
@@ -45,25 +46,19 @@ MORE = tuple(Schedule("adversarial", seed) for seed in (3, 4, 5))  # for those t
 LAGGING = Schedule("lagging", 12)  # the producer of the second CTA of a pair
 
 
-AnyCase = BatchCase | MlaCase
+AnyCase = BatchCase | MlaCase | device_schedules.Case
 
 
 @dataclass(frozen=True)
 class Problems:
     """Problems of one kernel, on few multiprocessors, so that keys are not split where they need not be: long enough
     to reuse every stage of every ring, some with tiles that see no key; the cheapest first. `kernels`: the backend that
-    is mutated; `sms`: multiprocessors for all cases, or for each.
+    is mutated; `launches`: multiprocessors and case of each.
     """
 
     arch: str
     kernels: str
-    sms: int | tuple[int, ...]
-    cases: tuple[AnyCase, ...]
-
-    def launches(self) -> list[tuple[int, AnyCase]]:
-        """Multiprocessors and case of each launch."""
-        sms = self.sms if isinstance(self.sms, tuple) else (self.sms,) * len(self.cases)
-        return list(zip(sms, self.cases, strict=True))
+    launches: tuple[tuple[int, AnyCase], ...]
 
     def mutates(self, ptx: str) -> bool:
         """Whether it is a kernel of the backend, or the merge of partial results beside fa2's."""
@@ -79,12 +74,12 @@ fp8 = functools.partial(fp8_case.fp8, heads=(1, 1), **fp8_case.SIGNED, seed=2)
 HOPPER_FA2, BLACKWELL_FA4, BLACKWELL_XQA = ("sm_90a", "fa2"), ("sm_100a", "fa4"), ("sm_100a", "xqa")
 
 
-def on(target: tuple[str, str], sms: int | tuple[int, ...], *cases: AnyCase) -> Problems:
-    return Problems(*target, sms, cases)
+def on(target: tuple[str, str], sms: int, *cases: AnyCase) -> Problems:
+    return Problems(*target, tuple((sms, case) for case in cases))
 
 
-def on_latent(*cases: AnyCase) -> Problems:
-    return on(("sm_90a", "mla"), (2, 16), *cases)
+def on_latent(on_two: MlaCase, on_many: MlaCase) -> Problems:
+    return Problems("sm_90a", "mla", ((2, on_two), (16, on_many)))
 
 
 def on_hopper(make: Callable[..., AnyCase], **more: Any) -> Problems:
@@ -147,6 +142,7 @@ PROBLEMS = {
         MlaCase(heads=20, q_lens=(1, 1, 1, 1), kv_lens=(0, 300, 100, 5), page_size=16, narrow=True),
         MlaCase(heads=3, q_lens=(1,), kv_lens=(800,), page_size=16, narrow=True),
     ),
+    "planner": on(("sm_90a", "plan"), 132, *SYNCHRONISED),
     "tcgen05": on_blackwell(dense, 128),
     "tcgen05 gathered": on_blackwell(gathered, 42),
     "tcgen05 fp8": on_blackwell(fp8, 128, head_dim=64),
@@ -188,7 +184,7 @@ def launched(name: str, schedule: Schedule, launch: int) -> tuple[str, ...]:
         return ptx
 
     asked = PROBLEMS[name]
-    sms, case = asked.launches()[launch]
+    sms, case = asked.launches[launch]
     with using(asked.arch, schedule=schedule, rewrite=remember, sms=sms, kernels=asked.kernels):
         result = solve(case)
     assert result == "", f"the kernels themselves: {result}"
@@ -197,7 +193,7 @@ def launched(name: str, schedule: Schedule, launch: int) -> tuple[str, ...]:
 
 def kernels(name: str, cases: int | None = None) -> list[str]:
     """PTX of the kernels that the problems of a name launch, or the first `cases` of them."""
-    launches = range(len(PROBLEMS[name].launches()))[:cases]
+    launches = range(len(PROBLEMS[name].launches))[:cases]
     return list(dict.fromkeys(ptx for launch in launches for ptx in launched(name, ALL_SCHEDULES[0], launch)))
 
 
@@ -211,6 +207,8 @@ def solve(case: AnyCase) -> str:
     """What is wrong, or ""."""
     try:
         with mock.patch.object(batch_case, "WORKSPACE", WORKSPACE):
+            if isinstance(case, device_schedules.Case):
+                return device_schedules.difference(case, emulated("sm_90a"), "cpu") or ""
             if isinstance(case, MlaCase):
                 case.check(case.trtllm(backend="emulator"))
             else:
@@ -227,7 +225,7 @@ def caught(name: str, original: str, mutant: Mutant, schedules: tuple[Schedule, 
     def rewrite(ptx: str) -> str:
         return changed if ptx == original else ptx
 
-    for schedule, (launch, (sms, case)) in itertools.product(schedules, enumerate(asked.launches())):
+    for schedule, (launch, (sms, case)) in itertools.product(schedules, enumerate(asked.launches)):
         with using(asked.arch, schedule=schedule, rewrite=rewrite, sms=sms, kernels=asked.kernels):
             try:
                 by = "wrong result" if solve(case) else ""

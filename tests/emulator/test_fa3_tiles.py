@@ -123,12 +123,12 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize(("of", "schedule"), in_turn(GROUPS, structure=all_alike), ids=name)
-def test_groups_of_any_size_share_tiles(of: str, schedule: Schedule) -> None:
-    batch: BatchCase = GROUPS[of]
+@pytest.mark.parametrize(("group", "schedule"), in_turn(GROUPS, structure=all_alike), ids=name)
+def test_groups_of_any_size_share_tiles(group: str, schedule: Schedule) -> None:
+    batch: BatchCase = GROUPS[group]
     solve_on(FA3, batch, schedule, sms=3)
-    group = batch.num_qo_heads // batch.num_kv_heads
-    assert FAMILY.heads_per_tile(features(batch), 47, HopperTile(128, 64, 2, 1)) == group
+    size = batch.num_qo_heads // batch.num_kv_heads
+    assert FAMILY.heads_per_tile(features(batch), 47, HopperTile(128, 64, 2, 1)) == size
 
 
 SPLIT_GROUP = paged((20, 9), (1300, 300), 16, mask="causal", **heads(7, 1), **dims(128))
@@ -158,8 +158,8 @@ def test_split_groups_share_tiles(batch: BatchCase, sms: int, schedule: Schedule
 def test_a_group_that_does_not_divide_the_rows_shares_tiles_where_it_has_fewer(
     group: tuple[int, int], qo_len: int, expected: int
 ) -> None:
-    of = features(ragged((1,), (1,), **heads(*group), **dims(128)))
-    assert FAMILY.heads_per_tile(of, qo_len, HopperTile(128, 64, 2, 1)) == expected
+    one = features(ragged((1,), (1,), **heads(*group), **dims(128)))
+    assert FAMILY.heads_per_tile(one, qo_len, HopperTile(128, 64, 2, 1)) == expected
 
 
 # --- tiles that begin with the first key -----------------------------------------------------------------------------

@@ -36,7 +36,7 @@ NEEDED[FA2] = needed((*DECODE, *SMALL, *VARIED), features, (*LONG, *CUT))
 
 
 @pytest.mark.parametrize(
-    ("target", "case", "schedule"), [(of, *turn) for of, cases in NEEDED.items() for turn in in_turn(cases)], ids=name
+    ("target", "case", "schedule"), [(on, *turn) for on, cases in NEEDED.items() for turn in in_turn(cases)], ids=name
 )
 def test_fp8(target: Target, case: BatchCase, schedule: Schedule) -> None:
     """fa2's products are those of 8 bits."""

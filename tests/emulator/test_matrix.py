@@ -57,5 +57,5 @@ def test_nothing_is_lost(name: str) -> None:
     def pairs(problem: Any) -> set[Any]:
         return set(itertools.combinations(features(problem)._replace(num_qo_heads=0, num_kv_heads=0), 2))
 
-    for of in (cover._traits, pairs):
-        assert set().union(*map(of, kept)) == set().union(*map(of, problems))
+    for traits in (cover._traits, pairs):
+        assert set().union(*map(traits, kept)) == set().union(*map(traits, problems))

@@ -26,7 +26,7 @@ def name(on: Executor) -> str:
     return f"{on.arch} {on.kernels}" if on.arch else on.name
 
 
-def of(kv_lens: tuple[int, ...], page_size: int = PAGE, **more: object) -> BatchCase:
+def decoded(kv_lens: tuple[int, ...], page_size: int = PAGE, **more: object) -> BatchCase:
     return decode(kv_lens, page_size, cache="one", **{"dtype": "bfloat16", **more}, **heads(4, 2), **dims(64))
 
 
@@ -47,7 +47,7 @@ def solve(case: BatchCase, inputs: BatchInputs, on: Executor) -> None:
 @pytest.mark.parametrize("indices", ["int32", "int64"])
 @pytest.mark.parametrize("on", [REFERENCE, *EMULATED], ids=name)
 def test_pages_before_a_window_may_be_gone(on: Executor, indices: str) -> None:
-    case = of((KV_LEN,), window_left=WINDOW, indices=indices)
+    case = decoded((KV_LEN,), window_left=WINDOW, indices=indices)
     inputs = made(case)
     inputs.kv_indices[: (KV_LEN - WINDOW - 1) // PAGE] = -1
     solve(case, inputs, on)
@@ -59,7 +59,7 @@ def test_pages_before_a_window_may_be_gone(on: Executor, indices: str) -> None:
 @pytest.mark.parametrize("on", EMULATED, ids=name)
 def test_nan_in_hidden_slots_stays_there(on: Executor, page_size: int, gone: bool) -> None:
     """One key is seen, the first of its page: slots behind it are not written, pages before it may be gone."""
-    case = of((3 * page_size + 1,), page_size, window_left=0)
+    case = decoded((3 * page_size + 1,), page_size, window_left=0)
     inputs = made(case)
     if gone:
         inputs.kv_indices[:3] = -1
@@ -67,7 +67,7 @@ def test_nan_in_hidden_slots_stays_there(on: Executor, page_size: int, gone: boo
 
 
 def test_a_page_that_a_window_shows_is_checked() -> None:
-    case = of((KV_LEN,), window_left=WINDOW, dtype="float16")
+    case = decoded((KV_LEN,), window_left=WINDOW, dtype="float16")
     hidden = (KV_LEN - WINDOW - 1) // PAGE
     for gone, error in ((hidden - 1, None), (hidden, f"page {hidden} of request 0")):
         inputs = made(case)
@@ -90,7 +90,7 @@ def test_a_page_that_a_window_shows_is_checked() -> None:
 @pytest.mark.parametrize("on", [REFERENCE, *EMULATED], ids=name)
 def test_huge_sinks_take_all_the_weight(on: Executor, sink: float) -> None:
     """Outputs are 0, and lse is the sink."""
-    case, others = of((20, 30), sinks=True), [0, 2, 3]
+    case, others = decoded((20, 30), sinks=True), [0, 2, 3]
     inputs = make(case)
     assert inputs.sinks is not None
     inputs.sinks[others], inputs.sinks[1] = sink, -math.inf  # this head has no sink

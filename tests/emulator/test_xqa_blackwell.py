@@ -64,9 +64,9 @@ CASES = {
 DEALT = list(zip(CASES, cycle(sorted(ARCHS * 2)), strict=False))
 
 
-@pytest.mark.parametrize(("of", "schedule"), in_turn(DEALT, KINDS, lambda of: CASES[of[0]].kv), ids=name)
-def test_case(of: tuple[str, str], schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, arch = of
+@pytest.mark.parametrize(("dealt", "schedule"), in_turn(DEALT, KINDS, lambda dealt: CASES[dealt[0]].kv), ids=name)
+def test_case(dealt: tuple[str, str], schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, arch = dealt
     assert solve(CASES[case], arch, 3, schedule, monkeypatch) == ""
 
 

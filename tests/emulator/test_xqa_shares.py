@@ -100,18 +100,18 @@ CORE = {
     "of warps": ("two segments a share", "three parts of a segment", "unequal"),
     "dealt out": ("many", "one more"),
 }
-RUNS = [(of, name, "adversarial") for of, (_, cases) in SHARES.items() for name in cases]
-RUNS += [(of, name, schedule) for of, names in CORE.items() for name in names for schedule in KINDS[:2]]
+RUNS = [(kind, name, "adversarial") for kind, (_, cases) in SHARES.items() for name in cases]
+RUNS += [(kind, name, schedule) for kind, names in CORE.items() for name in names for schedule in KINDS[:2]]
 
 
-@pytest.mark.parametrize(("of", "name", "schedule"), RUNS)
-def test_shares(of: str, name: str, schedule: str) -> None:
-    ring, cases = SHARES[of]
+@pytest.mark.parametrize(("kind", "name", "schedule"), RUNS)
+def test_shares(kind: str, name: str, schedule: str) -> None:
+    ring, cases = SHARES[kind]
     case, sms, whole = cases[name]
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
     with forced_ring(ring, case, Shape(EVEN)):
         works = {record.spec["work"] for record in launches(case, sms, schedule, workspace)}
-    assert works <= {"even" if of == "of warps" else "shares"}
+    assert works <= {"even" if kind == "of warps" else "shares"}
     assert bool((workspace[COUNTER_BYTES:] == 0xFF).all()) == whole  # no partial result
 
 

@@ -199,17 +199,15 @@ def verdict(
     (out, lse), (o_ref, lse_ref) = found, expected
     empty = lse_ref == -math.inf
     o_tol, lse_tol = tolerance(case)
-    wrong = [_compare("o", out, o_ref, 1 + o_ref.abs() if bound is None else bound, o_tol, empty[..., None])]
+    wrong = [off("o", out, o_ref, 1 + o_ref.abs() if bound is None else bound, o_tol, empty[..., None])]
     if lse is not None:
         rounding = 2**-8 if case.fp8 else LSE_ROUNDING  # Hopper keeps few bits of sums of fp8 products
         unit = 1 + rounding / lse_tol * lse_ref.masked_fill(empty, 0.0).abs()
-        wrong.append(_compare("lse", lse, lse_ref, unit, lse_tol, empty))
+        wrong.append(off("lse", lse, lse_ref, unit, lse_tol, empty))
     return "; ".join(filter(None, wrong))
 
 
-def _compare(
-    name: str, value: torch.Tensor, ref: torch.Tensor, unit: torch.Tensor, tol: float, exact: torch.Tensor
-) -> str:
+def off(name: str, value: torch.Tensor, ref: torch.Tensor, unit: torch.Tensor, tol: float, exact: torch.Tensor) -> str:
     """Where |value - ref| exceeds tol * unit, as it does for NaN and where an `exact` element differs."""
     value = value.to(ref.dtype)
     error = ((value - ref).abs() / unit).masked_fill(exact, math.inf)

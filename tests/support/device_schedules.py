@@ -34,21 +34,12 @@ class Case(NamedTuple):
         return f"{self.params} {self.limits} page {self.page_size} q {self.qo_len.tolist()} kv {self.kv_len.tolist()}"
 
 
-class Arrays(NamedTuple):
-    """The index arrays of a batch, on the host."""
-
-    qo_indptr: np.ndarray
-    kv_indptr: np.ndarray
-    last_page_len: np.ndarray | None
-
-    @classmethod
-    def of(cls, case: Case) -> Arrays:
-        qo_indptr = np.cumsum([0, *case.qo_len])
-        if not case.page_size:
-            return cls(qo_indptr, np.cumsum([0, *case.kv_len]), None)
-        pages = -(-case.kv_len // case.page_size)
-        last = case.kv_len - (np.maximum(pages, 1) - 1) * case.page_size
-        return cls(qo_indptr, np.cumsum([0, *pages]), last)
+def index_arrays(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """qo_indptr, kv_indptr and last_page_len of a batch, on the host."""
+    size = case.page_size or 1
+    pages = -(-case.kv_len // size)
+    last = case.kv_len - (np.maximum(pages, 1) - 1) * size
+    return np.cumsum([0, *case.qo_len]), np.cumsum([0, *pages]), last if case.page_size else None
 
 
 def random_case(rng: np.random.Generator, most_requests: int = 300, most_tokens: int = 40_000) -> Case:
@@ -85,8 +76,8 @@ def random_case(rng: np.random.Generator, most_requests: int = 300, most_tokens:
 
 def bounded(case: Case, spare: int) -> Case:
     """Returns the case with limits of a captured launch, in which `spare` more rows, keys or pages would fit."""
-    arrays = Arrays.of(case)
-    rows, kv = int(arrays.qo_indptr[-1]) + spare, int(arrays.kv_indptr[-1]) + spare
+    qo_indptr, kv_indptr, _ = index_arrays(case)
+    rows, kv = int(qo_indptr[-1]) + spare, int(kv_indptr[-1]) + spare
     sizes = LaunchSizes(len(case.kv_len), rows, kv * (case.page_size or 1), case.q_len or None)
     return case._replace(limits=case.limits._replace(sizes=sizes, max_qo_len=case.q_len or None))
 
@@ -103,8 +94,7 @@ def cases(count: int, seed: int, most_requests: int = 300) -> Iterator[Case]:
 
 
 def host_lengths(case: Case) -> BatchLengths:
-    arrays = Arrays.of(case)
-    return BatchLengths(arrays.qo_indptr, arrays.kv_indptr, case.kv_len)
+    return BatchLengths(*index_arrays(case)[:2], case.kv_len)
 
 
 def room_of(case: Case) -> Room:
@@ -122,7 +112,7 @@ def device_lengths(case: Case, device: str) -> DeviceLengths:
     """Returns the lengths of a bounded case on a device."""
     assert case.limits.sizes is not None
     qo_indptr, kv_indptr, last = (
-        None if x is None else torch.from_numpy(x.astype(np.int32)).to(device) for x in Arrays.of(case)
+        None if x is None else torch.from_numpy(x.astype(np.int32)).to(device) for x in index_arrays(case)
     )
     assert kv_indptr is not None
     most = case.limits.sizes.max_kv_tokens // (case.page_size or 1)
@@ -130,9 +120,14 @@ def device_lengths(case: Case, device: str) -> DeviceLengths:
 
 
 def launch(case: Case, lengths: Lengths, gpu: Gpu, staging: Staging) -> tuple[np.ndarray, list[int]]:
-    """Runs the planner on a GPU, or on the emulator. Returns the records, and how many items and merges it counted."""
-    planner, room = Planner(case.params, case.page_size or 1, gpu), room_of(case)
+    """Runs the planner on a GPU, or on the emulator, where new memory may hold anything. Returns the records, and how
+    many items and merges it counted.
+    """
+    planner, room, before = Planner(case.params, case.page_size or 1, gpu), room_of(case), staging.memory
     records, _ = planner.placed(lengths, room, staging, fixed=False)
+    for old, new in zip(before[1:], staging.memory[1:], strict=True):
+        if new is not old:
+            new.fill_(0x5A5A5A5A)
     if gpu.device_index == CPU:
         staging.write_within(functools.partial(emulator.writing, lengths, staging))
     staging.send()

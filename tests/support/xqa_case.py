@@ -10,10 +10,11 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
+from cute_attn.request.bit_packing import packbits
+from tests.support.case import off
 from tests.support.dense_attention import batch_attention, nvfp4_values, seen
 from tests.support.paged_cache import Pages, Stored, ends, stacked, store
 
@@ -29,7 +30,7 @@ WORKSPACE_BYTES = 48 << 20
 # Relative to the norm of the output: rounding of the output itself, and of P to 16 bits.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float8_e4m3fn: 4e-2}
 FLOOR = {torch.float8_e4m3fn: 2.0**-10}  # half the distance of its smallest numbers
-LSE_TOLERANCE = 1e-3  # beside 2^-21 of lse itself, four units in the last place of scores in fp32
+LSE_TOLERANCE, LSE_ROUNDING = 1e-3, 2**-21  # the latter of lse itself: four units in the last place of fp32 scores
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,8 @@ class Built:
             return f"relative error {error / max(size, 1e-30):.2e}"
         if lse is None:
             return ""
-        got = lse.detach().cpu().double().reshape(z.shape)
-        finite = z.isfinite()
-        if not torch.equal(got.isfinite(), finite):
-            return "lse is finite elsewhere"
-        wrong = float(((got - z).abs() - 2.0**-21 * z.abs())[finite].max()) if finite.any() else 0.0
-        return "" if wrong <= LSE_TOLERANCE else f"lse is off by {wrong:.2e}"
+        unit = 1 + LSE_ROUNDING / LSE_TOLERANCE * z.masked_fill(z.isinf(), 0.0).abs()
+        return off("lse", lse.detach().cpu().reshape(z.shape), z, unit, LSE_TOLERANCE, z.isinf())
 
 
 def build(case: XqaCase, device: str = "cpu") -> Built:
@@ -156,11 +153,8 @@ def build(case: XqaCase, device: str = "cpu") -> Built:
 
 def words(bits: torch.Tensor) -> torch.Tensor:
     """Rows of bool as 16-bit words, little end first, an even number of them."""
-    rows, count = bits.shape
-    padded = torch.zeros(rows, -(-count // 32) * 32, dtype=torch.bool)
-    padded[:, :count] = bits
-    octets = np.packbits(padded.numpy(), axis=1, bitorder="little")
-    return torch.from_numpy(octets.view(np.uint16).copy())
+    padded = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 32))
+    return packbits(padded.flatten(), "little").view(torch.uint16).view(len(bits), -1)
 
 
 def _numbers(case: XqaCase, generator: torch.Generator) -> Stored:

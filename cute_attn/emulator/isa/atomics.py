@@ -34,13 +34,16 @@ def atomic(
 ) -> Array:
     width, shared = word.itemsize, space == ".shared"
     old, at, x = np.zeros(w.size, word), w.full(address), w.full(x)
-    if not shared:
+    if shared:
+        access.update_shared(w, mask, address, width, "atom")
+    else:
         access.check_aligned(at[w.lanes(mask)], width, "atom")
         if sem in (".release.gpu", ".acq_rel.gpu"):
             order.release(w, mask, address)
     for lane in w.lanes(mask):
         if shared:
-            row = _shared_word(w, int(at[lane]), width)
+            memory, (offset,) = access.shared_at(w, at[lane : lane + 1], width, "atom")
+            row = memory.bytes.data[offset : offset + width]
         else:
             row = access.read_global(w.cta, at[lane : lane + 1], width, None, "atom")[0]
         before = row.view(word)
@@ -53,9 +56,3 @@ def atomic(
     if not shared and sem in (".acquire.gpu", ".acq_rel.gpu"):
         order.acquire(w, mask, address)
     return old
-
-
-def _shared_word(w: WarpBatch, address: int, width: int) -> Array:
-    """View of a shared word. Atomics on shared memory are unordered with one another and are not checked for races."""
-    memory, (offset,) = access.shared_at(w, np.array([address], np.uint32), width, "atom")
-    return memory.bytes.data[offset : offset + width]

@@ -230,5 +230,5 @@ def _store(name: str, tensor: Map, coordinates: tuple[int, ...]) -> Case:
     data, initial = _numbers(name)[:SMEM], _numbers(name + "o")[:target]
     if tensor.dtype == "float32":
         sizes = ((SMEM, name), (target, name + "o"))
-        data, initial = (rng(of).integers(-9, 9, n // 4).astype(np.float32).tobytes() for n, of in sizes)
+        data, initial = (rng(seed).integers(-9, 9, n // 4).astype(np.float32).tobytes() for n, seed in sizes)
     return Case("tma", name, text.ptx(), data, target, "u1", threads=128, maps=(tensor,), initial=initial)

@@ -53,7 +53,7 @@ class PlanParams(NamedTuple):
     group_size: Int32
     num_kv_heads: Int32
     causal: Int32
-    window_left: Int32  # negative: none
+    window_left: Int32  # at most 2^30; negative: none
     resident_ctas: Int32
     min_split_tiles: Int32
     partial_cost: Int32
@@ -160,8 +160,7 @@ class Cta:
         behind = request.kv_len - request.qo_len  # a token's position less its number
         last = ptx.minimum(ptx.divide(first_row + p.rows - Int32(1), p.group_size), request.qo_len - Int32(1))
         stop = ptx.select(p.causal != 0, ptx.maximum(last + behind + Int32(1), Int32(0)), request.kv_len)
-        window = ptx.minimum(p.window_left, Int32(1 << 30))
-        start = ptx.maximum(ptx.divide(first_row, p.group_size) + behind - window, Int32(0))
+        start = ptx.maximum(ptx.divide(first_row, p.group_size) + behind - p.window_left, Int32(0))
         begin = ptx.select(p.window_left < 0, Int32(0), ptx.divide(start, p.cols))
         return begin, quotient_up(stop, p.cols)
 

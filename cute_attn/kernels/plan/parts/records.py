@@ -237,7 +237,7 @@ class Records:
     @cute.jit
     def write_groups(self, longest_kv: Int32, total_kv: Int64) -> None:
         """Writes the L2 group of every request, longest requests first: the keys of one group fit L2 together, unless
-        there are more than 256 times as many.
+        there are more than 256 times as many. A barrier must come before groups are read.
         """
         cta, p = self.cta, self.cta.p
         width = ptx.divide(longest_kv, Int32(SORT_BINS)) + Int32(1)
@@ -262,4 +262,3 @@ class Records:
                 ptx.st_global_b32(p.groups + Int64(i) * Int64(4), 0, Int32(wide_quotient(end, tokens)))
             carry = carry + total
             first = first + Int32(THREADS)
-        ptx.sync_threads()

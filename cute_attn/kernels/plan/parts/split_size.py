@@ -120,7 +120,6 @@ class SplitSize:
                 index = index + Int32(WARPS)
             ptx.sync_threads()
             first, chunk = self.best(last_wave(p, self.cta.lane, num_tiles, self.longest))
-            ptx.sync_threads()  # before others write where histograms are
         return first, chunk
 
     @cute.jit
