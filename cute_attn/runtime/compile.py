@@ -123,16 +123,11 @@ def count_matrix_instructions(ptx: str) -> int:
     return len(_MATRIX_INSTRUCTION.findall(ptx))
 
 
-def kinds_of_params(program: Program) -> dict[str, str]:
-    """Returns the kinds of the parameters that a program declares, by name, in their order."""
-    return dict.fromkeys(getattr(program, "maps", ()), "map") | {
-        name: _KIND_OF_SCALAR.get(hint.__name__, hint.__name__) for name, hint in program.scalars.items()
-    }
-
-
 def _params(kernel: cubins.CubinKernel, program: Program, ptx: str) -> tuple[Param, ...]:
     """Returns the parameters that the program declares, checked against the cubin (sizes) and the PTX (types)."""
-    kinds = kinds_of_params(program)
+    kinds = dict.fromkeys(getattr(program, "maps", ()), "map") | {
+        name: _KIND_OF_SCALAR.get(hint.__name__, hint.__name__) for name, hint in program.scalars.items()
+    }
     header = ptx[ptx.index(f".entry {kernel.symbol}(") :].split(")", 1)[0]
     compiled = [_KIND_OF_PTX.get(kind, kind) for kind in _PTX_PARAM.findall(header)]
     declared = list(kinds.values())

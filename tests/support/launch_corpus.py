@@ -30,7 +30,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts, launch
 from cute_attn.runtime.artifact import PARAM_BYTES, Artifact, Param
-from cute_attn.runtime.compile import kinds_of_params
+from cute_attn.runtime.compile import _KIND_OF_SCALAR
 from cute_attn.runtime.spec import KernelSpec, ProgramOf
 from cute_attn.wrappers import calls, planned_prefill
 from perf.pretended_gpu import NullDriver, always, pretended_gpu
@@ -141,13 +141,11 @@ def parameters(launched: Launched, names: Mapping[str, torch.Tensor]) -> dict[st
 
 def described(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
     """Return the artifact of a kernel without its code, which is not compiled: what its program says of launches."""
-    program, end = program_of(spec, arch), 0
-    params: list[Param] = []
-    for name, kind in kinds_of_params(program).items():
-        size = PARAM_BYTES[kind]
-        params.append(Param(name, kind, offset=-(-end // size) * size, size=size))
-        end = params[-1].offset + size
-    launched = tuple(params), program.block, program.smem_bytes
+    program = program_of(spec, arch)
+    kinds = dict.fromkeys(getattr(program, "maps", ()), "map")
+    kinds |= {name: _KIND_OF_SCALAR[scalar.__name__] for name, scalar in program.scalars.items()}
+    params = tuple(Param(name, kind, 128 * i, PARAM_BYTES[kind]) for i, (name, kind) in enumerate(kinds.items()))
+    launched = params, program.block, program.smem_bytes
     cluster = getattr(program, "cluster", (1, 1, 1))
     return Artifact(arch, spec.symbol, b"", "", *launched, 0, 0, 0, json.loads(spec.key()), cluster)
 
