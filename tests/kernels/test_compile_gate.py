@@ -52,7 +52,8 @@ def own_specs(arch: str) -> list[KernelSpec]:
 
 def sample(specs: list[KernelSpec], each: int = SAMPLED) -> list[KernelSpec]:
     """So many kernels of each family."""
-    families = {name: [spec for spec in specs if family(spec) == name] for name in map(family, specs)}
+    names = {spec: family(spec) for spec in specs}
+    families = {name: [spec for spec in specs if names[spec] == name] for name in dict.fromkeys(names.values())}
     return [mates[i] for mates in families.values() for i in spread(len(mates), each)]
 
 

@@ -141,13 +141,12 @@ def parameters(launched: Launched, names: Mapping[str, torch.Tensor]) -> dict[st
 
 def described(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
     """Return the artifact of a kernel without its code, which is not compiled: what its program says of launches."""
-    program = program_of(spec, arch)
+    program: Any = program_of(spec, arch)
     kinds = dict.fromkeys(getattr(program, "maps", ()), "map")
     kinds |= {name: _KIND_OF_SCALAR[scalar.__name__] for name, scalar in program.scalars.items()}
     params = tuple(Param(name, kind, 128 * i, PARAM_BYTES[kind]) for i, (name, kind) in enumerate(kinds.items()))
     launched = params, program.block, program.smem_bytes
-    cluster = getattr(program, "cluster", (1, 1, 1))
-    return Artifact(arch, spec.symbol, b"", "", *launched, 0, 0, 0, json.loads(spec.key()), cluster)
+    return Artifact(arch, spec.symbol, b"", "", *launched, 0, 0, 0, json.loads(spec.key()), program.cluster)
 
 
 @contextlib.contextmanager
