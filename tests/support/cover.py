@@ -33,8 +33,7 @@ def needed(
     missing = [own(problem) - seen for problem in problems]
     while any(missing):
         richest = max(range(len(problems)), key=lambda i: (len(missing[i]), i))
-        found = missing[richest]
-        missing = [traits - found for traits in missing]
+        missing = [traits - missing[richest] for traits in missing]
         kept.add(richest)
     return [problems[i] for i in sorted(kept)]
 
