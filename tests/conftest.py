@@ -11,6 +11,8 @@ from tests.support.executors import DEVICES, PARAMS, Executor
 from tests.support.launch_corpus import RecordingDriver, pretended
 from tests.support.tiers import long_items
 
+gc.disable()  # until all tests are collected: a fifth of that time
+
 
 @pytest.fixture(params=PARAMS)
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
@@ -47,3 +49,4 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()

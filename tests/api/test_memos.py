@@ -1,4 +1,4 @@
-"""What calls leave behind: after six thousand calls that differ, no more objects than after a thousand."""
+"""What calls leave behind: no more objects once all memos are full."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from perf.pretended_gpu import NullDriver
 from tests.support.entry_points import ENTRIES
 from tests.support.launch_corpus import pretended
 
-WARM, CALLS = 1_000, 5_000
-SLACK = 4_000  # memos that few of these calls fill; a leak of one object per call is more
+WARM, CALLS = MAX_PREPARED + 100, 1_500  # the largest memo is full after the first
+SLACK = 1_000  # memos that few of these calls fill; a leak of one object per call is more
 
 Call = Callable[[int], Any]
 

@@ -31,8 +31,7 @@ def files_entered(call: Callable[[], Any]) -> list[str]:
         if event == "call":
             entered[frame.f_code.co_filename] = None
 
-    gc.collect()  # whose finalizers would count
-    gc.disable()
+    gc.disable()  # whose finalizers would count
     sys.setprofile(note)
     try:
         call()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cute_attn
@@ -27,22 +28,25 @@ __all__ = ["fresh_dynamo"]  # a fixture
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-class Recorder:
-    """A backend of torch.compile that keeps the operators of cute_attn that a graph calls, with their arguments."""
+class Recorder(TorchDispatchMode):
+    """Keeps the operators of cute_attn that are called, with their arguments."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...]]] = []
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        calls = self.calls
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "cute_attn":
+            self.calls.append((function, copy.deepcopy(args)))
+        return function(*args, **(kwargs or {}))
 
-        class Interpreter(torch.fx.Interpreter):
-            def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-                if getattr(target, "namespace", "") == "cute_attn":
-                    calls.append((target, copy.deepcopy(args)))
-                return super().call_function(target, args, kwargs)
 
-        return lambda *values: Interpreter(graph).run(*values)
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls under a recorder go to their operators, as where Dynamo traces them. Within these there is no mode."""
+    for declaration in DECLARED.values():
+        space = inspect.unwrap(declaration.function).__globals__
+        monkeypatch.setitem(space, "is_dynamo_compiling", torch._C._len_torch_dispatch_stack)
 
 
 def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options: Any) -> Callable[..., Any]:
@@ -66,9 +70,10 @@ def test_compiled_calls_are_eager_calls(name: str, device: str, backend: str) ->
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_opcheck(name: str) -> None:
-    call, recorder = CASES[name]("cpu"), Recorder()
-    assert_same(call, compiled(call.function, recorder))
+def test_opcheck(name: str, traced: None) -> None:
+    call = CASES[name]("cpu")
+    with Recorder() as recorder:
+        call.function(*call.tensors)
     assert recorder.calls
     for operator, arguments in recorder.calls:
         floats8 = any(x.dtype == torch_ops.E4M3 for x in tree_leaves(arguments) if isinstance(x, torch.Tensor))
@@ -76,24 +81,11 @@ def test_opcheck(name: str) -> None:
         torch.library.opcheck(operator, arguments, test_utils=checks)
 
 
-class Reached(Exception):
-    """A call has come to its operator."""
-
-
-def test_every_operator_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, seen = [make("cpu") for make in CASES.values()], set()
-
-    def reached(name: str) -> Callable[..., Any]:
-        seen.add(name)
-        raise Reached
-
-    for declaration in DECLARED.values():
-        monkeypatch.setitem(inspect.unwrap(declaration.function).__globals__, "is_dynamo_compiling", lambda: True)
-    monkeypatch.setattr(trace, "operator", reached)
-    for call in calls:
-        with pytest.raises(Reached):
+def test_every_operator_has_a_case(traced: None) -> None:
+    with Recorder() as recorder:
+        for call in [make("cpu") for make in CASES.values()]:
             call.function(*call.tensors)
-    assert seen == set(DECLARED)
+    assert {operator._opname for operator, _ in recorder.calls} == set(DECLARED)
 
 
 @pytest.mark.parametrize("name", DECLARED)

@@ -29,10 +29,11 @@ def needed(
         return _traits(problem) | (_pairs(features(problem)) if features else set())
 
     problems = list(problems)
-    missing, seen, kept = [own(problem) for problem in problems], set[Trait]().union(*map(own, besides)), set[int]()
-    while any(traits - seen for traits in missing):
-        richest = max(range(len(problems)), key=lambda i: (len(missing[i] - seen), i))
-        seen |= missing[richest]
+    seen, kept = set[Trait]().union(*map(own, besides)), set[int]()
+    missing = [own(problem) - seen for problem in problems]
+    while any(missing):
+        richest = max(range(len(problems)), key=lambda i: (len(missing[i]), i))
+        missing = [traits - missing[richest] for traits in missing]
         kept.add(richest)
     return [problems[i] for i in sorted(kept)]
 

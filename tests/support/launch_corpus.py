@@ -28,7 +28,10 @@ from cute_attn.dispatch import append as dispatch_append
 from cute_attn.kernels.append.host import launch as append_launch
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.runtime import arch as archs
-from cute_attn.runtime import launch
+from cute_attn.runtime import artifacts, launch
+from cute_attn.runtime.artifact import PARAM_BYTES, Artifact, Param
+from cute_attn.runtime.compile import _KIND_OF_SCALAR
+from cute_attn.runtime.spec import KernelSpec, ProgramOf
 from cute_attn.wrappers import calls, planned_prefill
 from perf.pretended_gpu import NullDriver, always, pretended_gpu
 
@@ -136,12 +139,23 @@ def parameters(launched: Launched, names: Mapping[str, torch.Tensor]) -> dict[st
     return {param.name: text(param.kind, launched.values[param.name]) for param in launched.artifact.params}
 
 
+def described(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
+    """Return the artifact of a kernel without its code, which is not compiled: what its program says of launches."""
+    program: Any = program_of(spec, arch)
+    kinds = dict.fromkeys(getattr(program, "maps", ()), "map")
+    kinds |= {name: _KIND_OF_SCALAR[scalar.__name__] for name, scalar in program.scalars.items()}
+    params = tuple(Param(name, kind, 128 * i, PARAM_BYTES[kind]) for i, (name, kind) in enumerate(kinds.items()))
+    launched = params, program.block, program.smem_bytes
+    return Artifact(arch, spec.symbol, b"", "", *launched, 0, 0, 0, json.loads(spec.key()), program.cluster)
+
+
 @contextlib.contextmanager
 def pretended(driver: NullDriver) -> Iterator[None]:
     """A pretended H100 for CPU tensors, whose values nobody looks at, and whose launches reach `driver`."""
     gpu = Gpu(archs.named(ARCH), launch.CPU, archs.TYPICAL_SMS[ARCH])
     with (
         pretended_gpu(ARCH),
+        mock.patch.object(artifacts, "get", described),
         mock.patch.object(launch, "load_driver", always(driver)),
         mock.patch.object(launch, "_function", lambda artifact, index: artifact),
         mock.patch.object(dispatch_append, "run", lambda rows: append_launch.run(rows, gpu)),

@@ -15,21 +15,11 @@ from cute_attn.kernels.host import gpu as loading
 from cute_attn.kernels.host import planner
 from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.prepared import prepared as prepared_kernel
-from cute_attn.kernels.programs import program
-from cute_attn.runtime.artifact import Param
 from cute_attn.runtime.launch import CPU, Bound
 from cute_attn.runtime.spec import KernelSpec
+from tests.support.launch_corpus import described
 
 STREAM = 77
-
-
-def params_of(spec: KernelSpec, arch: str = "sm_90a") -> tuple[Param, ...]:
-    """Parameters that a kernel declares, of 8 bytes each, or 4 for fp32. The kernel is not compiled."""
-    made = program(spec, arch)
-    floats = {"Float32": "f32", "Float64": "f64"}
-    kinds = dict.fromkeys(getattr(made, "maps", ()), "map")
-    kinds |= {name: floats.get(hint.__name__, "i64") for name, hint in made.scalars.items()}
-    return tuple(Param(name, kind, 8 * i, 4 if kind == "f32" else 8) for i, (name, kind) in enumerate(kinds.items()))
 
 
 class NamedLaunch:
@@ -81,7 +71,7 @@ def recorded() -> Iterator[type[NamedLaunch]]:
         prepared_kernel.cache_clear()
 
     def artifact(spec: KernelSpec, arch: str, program_of: Any) -> Any:
-        return SimpleNamespace(spec=spec, params=params_of(spec, arch))
+        return SimpleNamespace(spec=spec, params=described(spec, arch, program_of).params)
 
     forget()
     with (
