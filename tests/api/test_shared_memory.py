@@ -110,12 +110,8 @@ def test_shared_memory_is_refused(entry: str) -> None:
         scene.call(scene.tensors)
 
 
-# One of each way to the emulator; the code before it is that of the pretended GPU.
-EMULATED = "single prefill", "single decode", "paged", "decode", "trtllm context", "xqa, ragged", "latent, ragged"
-
-
 @pytest.mark.emulator
-@pytest.mark.parametrize("entry", EMULATED)
+@pytest.mark.parametrize("entry", [name for name, x in ENTRIES.items() if x.emulated])
 def test_shared_memory_is_refused_on_the_emulator(entry: str) -> None:
     with emulator.using("sm_90a"):
         scene = Scene(ENTRIES[entry], "emulator")

@@ -56,6 +56,7 @@ class Entry(NamedTuple):
     begin: Begin
     written: tuple[str, ...] = ("out", "lse")
     planned: tuple[str, ...] = ()  # names of tensors that `begin` reads and the plan keeps
+    emulated: bool = True
 
     def on(self, device: str, but: Sequence[str] = ()) -> dict[str, Any]:
         """Return copies of the tensors on a device, where a plan's lengths do not go; all `but` some."""
@@ -322,7 +323,7 @@ BATCHES = {
         PAGES_OF_2 | SINKS | {"bidirectional_ranges": torch.zeros(ROWS, 2, dtype=I32)}, RANGES, PLAN_PAGED
     ),
     "paged with sinks": batch(PAGES_OF_2 | SINKS, WITH_SINKS, PLAN_PAGED),
-    "mixed": batch(PAGES_OF_2 | scales("k_scale", "v_scale"), mixed_wrapper, PLAN_MIXED),
+    "mixed": batch(PAGES_OF_2 | scales("k_scale", "v_scale"), mixed_wrapper, PLAN_MIXED)._replace(emulated=False),
     **{f"ragged{form}": batch_of_rows(ROWS_OF_2 | more, RAGGED, PLAN_RAGGED) for form, more in MORE_RAGGED.items()},
     "ragged, CUDA graph": batch_of_rows(ROWS_OF_2 | RAGGED_GRAPH, RAGGED, PLAN_RAGGED, RAGGED_BUFFERS),
     "ragged, CUDA graph, mask": batch_of_rows(
@@ -330,7 +331,9 @@ BATCHES = {
     ),
     **{f"decode{form}": batch(STEP | MORE_PAGED[form], STEPS, PLAN_DECODE) for form in ("", ", scales", ", NVFP4")},
     "decode, CUDA graph": batch(GRAPHED_STEP, STEPS, PLAN_DECODE, DECODE_BUFFERS),
-    "decode, CUDA graph's own wrapper": batch(GRAPHED_STEP, graphed_decode, PLAN_DECODE, DECODE_BUFFERS),
+    "decode, CUDA graph's own wrapper": batch(GRAPHED_STEP, graphed_decode, PLAN_DECODE, DECODE_BUFFERS)._replace(
+        emulated=False
+    ),
     **{f"blocks{form}": batch_of_rows(BLOCKS_OF_2 | more, BLOCKS, PLAN_BLOCKS) for form, more in MORE_BLOCKS.items()},
     "variable blocks": variable_blocks(HEADS),
     "variable blocks, grouped": variable_blocks(KV_HEADS),
@@ -509,7 +512,10 @@ LATENT_ENTRIES = {
     "latent, planned, scales": Entry(LATENT_PARTS | BMM_SCALES, begin_latent, planned=LATENT_KEPT),
     "latent, scales of groups": Entry(SCALED_PARTS, begin_latent, planned=LATENT_KEPT),
     "latent, xqa": Entry(
-        without(LATENT, "lse"), direct(cute_attn.xqa_batch_decode_with_kv_cache_mla, **LATENT_DIMS), WRITTEN
+        without(LATENT, "lse"),
+        direct(cute_attn.xqa_batch_decode_with_kv_cache_mla, **LATENT_DIMS),
+        WRITTEN,
+        emulated=False,
     ),
 }
 
@@ -533,7 +539,7 @@ DEQUANTISED = {name: zeros(2, 16, KV_HEADS, DIM, dtype=BF16) for name in ("outpu
 
 def other(function: Callable[..., Any], tensors: dict[str, torch.Tensor], *written: str, **options: Any) -> Entry:
     """Return the entry of a function without a backend."""
-    return Entry(tensors, direct(function, PAIR, SCALE_PAIR, **options), written)
+    return Entry(tensors, direct(function, PAIR, SCALE_PAIR, **options), written, emulated=False)
 
 
 OTHERS = {
