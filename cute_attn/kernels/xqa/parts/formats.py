@@ -41,10 +41,16 @@ LoadQ = Callable[[Int32, int, int], Operand]  # words from a lane's byte offset 
 
 
 @dataclass(frozen=True)
-class OwnP:
-    """What formats have in common that use P^T as it is."""
+class Plain:
+    """What formats have in common that use P^T as it is, and have no block scales unless they say so."""
 
     slack = SLACK
+
+    def k_scales(self, slot: Int32, m: int) -> list[Operand]:
+        return []
+
+    def v_scales(self, slot: Int32) -> ScalesOf:
+        return lambda m: []
 
     def p_tokens(self, b: Operand) -> Operand:
         return b
@@ -54,18 +60,7 @@ class OwnP:
 
 
 @dataclass(frozen=True)
-class Unscaled(OwnP):
-    """What formats without block scales have in common."""
-
-    def k_scales(self, slot: Int32, m: int) -> list[Operand]:
-        return []
-
-    def v_scales(self, slot: Int32) -> ScalesOf:
-        return lambda m: []
-
-
-@dataclass(frozen=True)
-class Kv16Bit(Unscaled):
+class Kv16Bit(Plain):
     """fp16 and bf16, used without conversion."""
 
     operands_per_load = 1
@@ -87,7 +82,7 @@ class Kv16Bit(Unscaled):
 
 
 @dataclass(frozen=True)
-class Kv8Bit(Unscaled):
+class Kv8Bit(Plain):
     """e4m3 and e5m2: four elements per register, two operands per ldmatrix."""
 
     dtype: str
@@ -327,7 +322,7 @@ MATRIX = 256  # bytes of the matrix whose bytes `ldmatrix` transposes
 
 
 @dataclass(frozen=True)
-class Kv4BitBlocks(OwnP):
+class Kv4BitBlocks(Plain):
     """`Kv4Bit` where a lane holds whole scale blocks, for GPUs that convert e2m1 and transpose bytes (sm_100 and
     later): for `BlockReads`, 32 elements of K per lane, token and read, two scale blocks; 16 of V, one.
 

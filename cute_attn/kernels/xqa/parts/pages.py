@@ -8,10 +8,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.smem import swizzled_offset
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled_offset
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.layouts import CHUNK, TileLayout
+from cute_attn.kernels.xqa.parts.layouts import TileLayout
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.smem import XqaMemory
 

@@ -94,7 +94,10 @@ class WholeMerge(WarpMerge):
     @cute.jit
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         """Write outputs, by all threads. A barrier after `publish` must come before."""
-        self.store_rows(rows)
+        for item in cutlass.range(self.team.thread(), self.num_vectors(rows), self.column_threads, unroll=1):
+            row, dim = self.row_and_dim(item)
+            if self.has_columns(dim):
+                self.store(rows, row, self.head_dim(dim), self.merge_warps(row, dim))
 
 
 # --- segments of one warp ---------------------------------------------------------------------------------------------
@@ -109,7 +112,7 @@ STORED_DIMS = 8  # of a row, stored by a lane at once: 16 bytes, or 8 of e4m3
 
 
 @dataclass(frozen=True)
-class HeadMerge(WholeMerge):
+class HeadMerge(WarpMerge):
     """Outputs of one warp, which `publish` has stored in shared memory."""
 
     def sync(self) -> None:
@@ -122,7 +125,8 @@ class HeadMerge(WholeMerge):
         return [(item // per_row, item % per_row * STORED_DIMS) for item in items]
 
     @cute.jit
-    def store_rows(self, rows: PackedRows) -> None:
+    def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
+        """Write outputs, by the lanes of the warp. `sync` after `publish` must come before."""
         factor = self.finish_row(rows, ptx.minimum(self.team.thread(), Int32(self.spec.rows - 1)))
         places = self.places()
         values = [self.outputs(row, dim) for row, dim in places]
@@ -164,9 +168,9 @@ class EvenMerge(HeadMerge):
 
     @cute.jit
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
-        """Write outputs, or this warp's partial, by its lanes. `sync` after `publish` must come before."""
+        """Write outputs, or this warp's partial."""
         if split.whole:
-            self.store_rows(rows)
+            HeadMerge.write(self, rows, segment, share, split)
         else:
             first = ptx.divide(segment.start, share.size)
             last = ptx.divide(segment.start + segment.request.tiles - 1, share.size)
@@ -220,8 +224,15 @@ class ClusterMerge(WarpMerge):
     """Merge of a segment of a cluster's share (`partition.ClusterShares`)."""
 
     @staticmethod
+    @cute.jit
     def open(memory: XqaMemory) -> None:
-        open_inbox(shared_memory() + memory.inbox_barriers)
+        """Prepare the barriers of this CTA's inbox and tell the other CTAs of the cluster."""
+        barriers = shared_memory() + memory.inbox_barriers
+        if cute.arch.thread_idx()[0] == 0:
+            for i in range(INBOX_BARRIERS):
+                tma.barrier_init(barriers + BARRIER_BYTES * i, 1)
+            tma.fence_barrier_init()
+        cluster.arrive_relaxed()
 
     @cute.jit
     def enter(self, split: KvSplit) -> None:
@@ -337,13 +348,3 @@ class ClusterMerge(WarpMerge):
         maximum, total = ptx.ld_shared_v2_f32(self.base + index * 8, self.memory.inbox_stats + place * 8)
         values = ptx.ld_shared_v4_f32(self.base + index * 16, self.memory.inbox + place * 16)
         return SoftmaxState(maximum, total, values)
-
-
-@cute.jit
-def open_inbox(barriers: Int32) -> None:
-    """Prepare the barriers of this CTA's inbox and tell the other CTAs of the cluster."""
-    if cute.arch.thread_idx()[0] == 0:
-        for i in range(INBOX_BARRIERS):
-            tma.barrier_init(barriers + BARRIER_BYTES * i, 1)
-        tma.fence_barrier_init()
-    cluster.arrive_relaxed()

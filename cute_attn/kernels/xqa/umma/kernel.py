@@ -78,23 +78,17 @@ class XqaUmmaProgram(GridProgram):
     @cute.jit
     def run_warps(self, params: XqaParams, shared: cutlass.Constexpr, tmem: Int32, thread: Int32) -> None:
         warp = cute.arch.make_warp_uniform(thread >> 5)
+        producer = thread - Int32(32 * PRODUCER_WARP)
         if warp < MMA_WARP:
             self.softmax.run(params, shared, tmem)
         elif warp == MMA_WARP:
             self.mma.run(params, shared, tmem)
+        elif cutlass.const_expr(self.query is None):  # noqa: SIM114  (one when tracing, one at run time)
+            self.producer.run(params, shared, producer)
+        elif warp < QUERY_WARP:
+            self.producer.run(params, shared, producer)
         else:
-            self.run_others(params, shared, thread)
-
-    @cute.jit
-    def run_others(self, params: XqaParams, shared: cutlass.Constexpr, thread: Int32) -> None:
-        """Runs the warps from `PRODUCER_WARP`."""
-        if cutlass.const_expr(self.query is None):
-            self.producer.run(params, shared, thread - Int32(32 * PRODUCER_WARP))
-        else:
-            if cute.arch.make_warp_uniform(thread >> 5) < QUERY_WARP:
-                self.producer.run(params, shared, thread - Int32(32 * PRODUCER_WARP))
-            else:
-                self.query.run(params, shared)
+            self.query.run(params, shared)
 
     @cute.jit
     def prepare(self, shared: cutlass.Constexpr, thread: Int32, warp: Int32) -> None:

@@ -15,11 +15,10 @@ from cutlass import Boolean, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, WarpRole, start
 from cute_attn.kernels.blocks.rows import PackedRows
-from cute_attn.kernels.blocks.smem import CHUNK
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.pages import TokenPages, page_id, token_pages
 from cute_attn.kernels.xqa.parts.partition import Partition, Segment
-from cute_attn.kernels.xqa.umma.operands import in_lines
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 
@@ -73,7 +72,7 @@ class TokenRows:
         places = [page * page_stride + offset * stride for page, offset in zip(pages.pages, pages.offsets, strict=True)]
         token = tile * self.spec.cols + first - request.first_token
         length = request.kv_len - request.first_token
-        target = slot + in_lines(first, chunk, spec.line)
+        target = slot + swizzled(first, chunk, spec.line)
         for i in range(0, self.warp_rows, rows):
             source = isa.mad_wide(ptx.shuffle_from(places[i // 32], row + i % 32), Int32(CHUNK), start)
             size = ptx.select(isa.less_unsigned(token + i, length), Int32(CHUNK), Int32(0))
@@ -152,7 +151,7 @@ class QkvProducerWarps(ProducerWarps):
             row = thread // lanes + first
             size = ptx.select(rows.exists(row), Int32(CHUNK), Int32(0))
             source = rows.address(p.q, row, p.q_stride_n, p.q_stride_h) + Int64(chunk * CHUNK)
-            target = slot + in_lines(row, chunk, line)
+            target = slot + swizzled(row, chunk, line)
             for within in range(0, self.spec.head_dim * self.spec.item_bytes, line):
                 ptx.cp_async(target, within * self.spec.rows, source, within, size)
         ptx.cp_async_arrive(ring.full(q))
