@@ -224,7 +224,7 @@ class XqaProgram(GridProgram):
                 state = self.mainloop_step(work, state, i)
             if split.active:
                 ptx.sync_warp()  # all lanes are done with the last slots of the ring, which the prologue leaves free
-                merge.publish(state.running, warp_index())
+                merge.publish(state.running)
             following = partition.next_segment(segment, share)
             words, token_pages, ticket = query_rows.no_words(), work.kv.no_pages(), Int32(0)
             if partition.overlaps(following, share):

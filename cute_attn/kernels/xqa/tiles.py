@@ -61,7 +61,7 @@ class Ring(NamedTuple):
     most: int = 64  # tokens of a tile
     work: Work = "shares"
     cluster_size: int = 1
-    prefetch: int = 0  # tiles of a warp
+    prefetch: int = 0  # tiles of a warp; of shares it means that they guess their first segment (`parts.tickets`)
 
     def in_clusters(self, size: int) -> Ring:
         """The ring in clusters of so many CTAs."""
@@ -71,8 +71,9 @@ class Ring(NamedTuple):
 Rings = tuple[Ring, ...]  # in order of preference; none: the kernel on tcgen05
 
 
-def _rule(*rings: Ring, note: str = "", **when: Collection[Any]) -> Rule[Rings]:
-    return Rule(rings, when, note)
+def _rule(*rings: Ring, note: str = "", prefetch: int | None = None, **when: Collection[Any]) -> Rule[Rings]:
+    """Make a rule; `prefetch`: of all its rings, if not their own."""
+    return Rule(rings if prefetch is None else tuple(ring._replace(prefetch=prefetch) for ring in rings), when, note)
 
 
 def _clusters(size: int, ring: Ring, note: str, **when: Collection[Any]) -> Rule[Rings]:
@@ -134,11 +135,6 @@ def _whole(ring: Ring, prefetch: int = 0) -> Ring:
     return ring._replace(work="whole", prefetch=prefetch)
 
 
-def _guessed(*rings: Ring, note: str, **when: Collection[Any]) -> Rule[Rings]:
-    """Make a rule of shares that guess their first segment (`parts.tickets`)."""
-    return _rule(*(ring._replace(prefetch=1) for ring in rings), note=note, **when)
-
-
 _SMALLEST, _AHEAD = _whole(_SMALL._replace(most=16), 3), _whole(Ring(8, 2, 2, 4096), 1)
 
 
@@ -174,12 +170,12 @@ _16_OR_8_BITS = (
     _rule(_whole(_SMALL), _whole(_TWO), keys=_SHORTS, note=_SHORT_FIT),
     _rule(_whole(_TWO), keys=up_to(2 * SHORT), segments=above(4 * FEW - 1), row=range(129, 257), note=_SHORT_FIT),
     # Few pairs; shares of warps; others.
-    _guessed(*_FEW_8_BIT, pairs=_FEW_PAIRS, row=up_to(64), note=_GUESS),
-    _guessed(_LARGE, pairs=_FEW_PAIRS, note=_GUESS),
+    _rule(*_FEW_8_BIT, prefetch=1, pairs=_FEW_PAIRS, row=up_to(64), note=_GUESS),
+    _rule(_LARGE, prefetch=1, pairs=_FEW_PAIRS, note=_GUESS),
     _rule(_EVEN, _SMALL, _TWO, pairs=above(4 * FEW - 1), row=up_to(64), note=_CUT),
     _rule(_EVEN, _SMALL, _TWO, pairs=above(EVEN - 1), row=range(128, 129), note=_FIT),
     _rule(_TWO, keys=up_to(2 * SHORT), note=_SHORT_FIT),
-    _guessed(_SMALL, _TWO, pairs=up_to(WAVE), note=_GUESS),
+    _rule(_SMALL, _TWO, prefetch=1, pairs=up_to(WAVE), note=_GUESS),
     _rule(_SMALL, _TWO, note=_FIT),
 )
 _CLUSTERED_NVFP4 = Ring(4, 3, 1, 4096, guests=1).in_clusters(8)._replace(prefetch=0)  # block scales are not fetched

@@ -44,13 +44,18 @@ class WarpMerge(Merge):
         return self.team.shifted(dim, self.spec.warp_dim)
 
     @cute.jit
-    def publish(self, running: Running, warp: Int32) -> None:
+    def publish(self, running: Running) -> None:
         """Store a warp's outputs as fp32 [row, dim] in the free slots of its ring, dims swizzled by `swizzled_dim`."""
+        warp = warp_index()
         lane = cute.arch.thread_idx()[0] & 31
         totals = [reduce_column(lambda a, b: a + b, x) for x in running.total]
         outputs = self.base + warp * self.memory.ring_bytes + self.memory.outputs
         stats = self.base + self.memory.stats + warp * (self.spec.rows * 8)
-        self.publish_stats(stats, [Float32(0.0) - x for x in running.shift], totals)
+        maximum = [Float32(0.0) - x for x in running.shift]
+        if lane < 4:
+            for slot in cutlass.range_constexpr(2 * self.spec.row_blocks):
+                row = lane * 2 + (slot // 2 * 8 + slot % 2)
+                ptx.st_shared_v2_f32(stats + row * 8, 0, [maximum[slot], totals[slot]])
         if cutlass.const_expr(self.spec.paired):
             if lane >> 4 == (lane >> 1 & 1):  # columns that carry the scales of the block of this lane's rows
                 self.publish_outputs(running, outputs, lane)
@@ -72,14 +77,6 @@ class WarpMerge(Merge):
                     far = outputs + row * (self.spec.tile_dim * 4) + self.swizzled_dim(dim + distance, row) * 4
                     ptx.st_shared_f32(at, 0, upper)
                     ptx.st_shared_f32(far, 0, lower)
-
-    @cute.jit
-    def publish_stats(self, stats: Int32, maximum: list[Float32], totals: list[Float32]) -> None:
-        lane = cute.arch.thread_idx()[0] & 31
-        if lane < 4:
-            for slot in cutlass.range_constexpr(2 * self.spec.row_blocks):
-                row = lane * 2 + (slot // 2 * 8 + slot % 2)
-                ptx.st_shared_v2_f32(stats + row * 8, 0, [maximum[slot], totals[slot]])
 
     @property
     def vectors_in_flight(self) -> int:
