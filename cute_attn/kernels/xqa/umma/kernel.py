@@ -23,7 +23,7 @@ from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.xqa.kernel import XqaParams
 from cute_attn.kernels.xqa.umma.mma_warp import MmaWarp
 from cute_attn.kernels.xqa.umma.producer_warps import WARPS as PRODUCER_WARPS
-from cute_attn.kernels.xqa.umma.producer_warps import ProducerWarps, QkvProducerWarps
+from cute_attn.kernels.xqa.umma.producer_warps import ProducerWarps
 from cute_attn.kernels.xqa.umma.query_warp import QueryWarp
 from cute_attn.kernels.xqa.umma.smem import SOFTMAX_WARPS, UmmaMemory
 from cute_attn.kernels.xqa.umma.softmax_warps import SoftmaxWarps
@@ -45,7 +45,7 @@ class XqaUmmaProgram(GridProgram):
         self.softmax = SoftmaxWarps(spec, self.memory)
         self.mma = MmaWarp(spec, self.memory)
         self.query: Any = QueryWarp(spec, self.memory) if spec.q_terms > 1 else None
-        self.producer = (ProducerWarps if self.query else QkvProducerWarps)(spec, self.memory)
+        self.producer = ProducerWarps(spec, self.memory)
         self.block = (32 * self.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
 

@@ -6,7 +6,7 @@ the async proxy: the MMA warp fences between its wait and its products.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -84,11 +84,10 @@ class TokenRows:
 class ProducerWarps:
     """Role of the producer warps."""
 
-    fills: ClassVar[tuple[str, ...]] = ("kv",)
-
     def __init__(self, spec: XqaUmmaSpec, memory: UmmaMemory) -> None:
         self.spec, self.memory = spec, memory
-        self.role = WarpRole("producer", WARPS, fills=dict.fromkeys(self.fills, 32 * WARPS))
+        filled = ("kv", "q") if spec.q_terms == 1 else ("kv",)
+        self.role = WarpRole("producer", WARPS, fills=dict.fromkeys(filled, 32 * WARPS))
 
     @cute.jit
     def run(self, p: Any, shared: cutlass.Constexpr, thread: Int32) -> None:
@@ -99,7 +98,8 @@ class ProducerWarps:
         while partition.overlaps(segment, share):
             split = partition.split(segment, share)
             if split.begin < split.end:
-                q = self.load_queries(p, shared.by_name["q"], q, partition.rows(segment), thread)
+                if cutlass.const_expr("q" in self.role.fills):
+                    q = self.load_queries(p, shared.by_name["q"], q, partition.rows(segment), thread)
                 table = isa.mad_wide(segment.first_page, Int32(4), p.table)
                 rows = TokenRows(self.spec, p, segment, table, partition.head(segment.unit), thread)
                 first = split.begin + segment.request.first_token // self.spec.cols
@@ -131,16 +131,6 @@ class ProducerWarps:
             ptx.cp_async_arrive(ring.full(kv))
             kv = ring.next(kv)
         return kv
-
-    def load_queries(self, p: Any, ring: Ring, q: PipelineState, rows: PackedRows, thread: Int32) -> PipelineState:
-        """Loads Q of a segment, unless another warp does."""
-        return q
-
-
-class QkvProducerWarps(ProducerWarps):
-    """The same, with Q."""
-
-    fills = ("kv", "q")
 
     def load_queries(self, p: Any, ring: Ring, q: PipelineState, rows: PackedRows, thread: Int32) -> PipelineState:
         """Copies the rows of a segment; those that do not exist become zeros."""
