@@ -8,6 +8,7 @@ share a line, and are swizzled by the number of the line.
 
 from cutlass import Int32
 
+from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.formats import LINE
 
 CHUNK = 16
@@ -25,3 +26,8 @@ def swizzled_offset(address: Int32, chunks: int) -> tuple[Int32, int]:
     """
     within = chunks % 8 * CHUNK
     return (address ^ Int32(within) if within else address), chunks // 8 * LINE
+
+
+def present(chunk: Int32, left: int, lanes: int, size: Int32) -> Int32:
+    """Returns `size` if chunk `chunk` of the next `lanes` of a row is one of the `left` that the row has, else 0."""
+    return size if left >= lanes else ptx.select(chunk < left, size, Int32(0))
