@@ -63,10 +63,10 @@ def _rule_of(
     return tiles.find(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk, shape)
 
 
-def choose_spec(features: Features, rows: int, rule: Rule[Rings], arch: Arch) -> XqaSpec | XqaUmmaSpec:
-    """Return the kernel for `rows` packed query rows per request and kv head."""
+def choose_spec(features: Features, qo_len: int, rule: Rule[Rings], arch: Arch) -> XqaSpec | XqaUmmaSpec:
+    """Return the kernel for `qo_len` query tokens per request."""
     dtypes = short(features.q_dtype), kv_dtype(features), short(features.o_dtype)
-    operands = *dtypes, features.head_dim_qk, rows, features.draft_mask
+    operands = *dtypes, features.head_dim_qk, features.packed_rows(qo_len), features.draft_mask
     return (
         tiles.choose(*operands, rule, arch, features.num_kv_heads) if rule.value else umma_tiles.choose(*operands, arch)
     )
@@ -74,9 +74,8 @@ def choose_spec(features: Features, rows: int, rule: Rule[Rings], arch: Arch) ->
 
 def specs(features: Features, arch: Arch, qo_len: int = 1) -> list[KernelSpec]:
     """Return every kernel that calls of these features and `qo_len` query tokens per request may need."""
-    rows = features.packed_rows(qo_len)
-    rules = tiles.rules(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk, rows)
-    return list(dict.fromkeys(choose_spec(features, rows, rule, arch) for rule in rules))
+    rules = tiles.rules(arch, KV_BITS[kv_dtype(features)], features.head_dim_qk, features.packed_rows(qo_len))
+    return list(dict.fromkeys(choose_spec(features, qo_len, rule, arch) for rule in rules))
 
 
 class LaunchConfig(NamedTuple):
@@ -129,11 +128,10 @@ def launch_config(
     """Returns the kernel and grid for a GPU of `arch` with `sms` multiprocessors. `rule`: one of those for these
     features. `workspace_bytes`: room for partial results; fewer CTAs, down to one or a cluster, need less.
     """
-    rows = features.packed_rows(qo_len)
-    spec = choose_spec(features, rows, rule, arch)
+    spec = choose_spec(features, qo_len, rule, arch)
     if features.num_kv_heads % spec.heads:
         raise ValueError(f"{spec} has {spec.heads} kv heads a CTA, which do not divide {features.num_kv_heads}")
-    row_blocks = ceil_div(rows, spec.rows)
+    row_blocks = ceil_div(features.packed_rows(qo_len), spec.rows)
     if spec.whole:
         return LaunchConfig(spec, qo_len, row_blocks, (features.num_kv_heads // spec.heads * row_blocks, 1, 1))
     return shares(spec, qo_len, row_blocks, features.num_kv_heads, sms, workspace_bytes)
