@@ -121,8 +121,7 @@ class XqaSpec(DecodeSpec):
         rules = {
             "head_dim must be that of whole chunks": is_head_dim(self.head_dim, self.kv_bits),
             "warps must be whole teams": self.warps % self.team == 0,
-            "cols must be a multiple of 32, or 16 of keys without block scales": self.cols % 32 == 0
-            or (self.cols == 16 and self.kv_bits > 4),
+            "cols must be 16 or a multiple of 32": self.cols == 16 or self.cols % 32 == 0,
             f"work must be one of {get_args(Work)}": self.work in get_args(Work),
             "clusters, and they alone, have several CTAs": (self.work == "cluster") == (self.cluster_size > 1),
             "clusters and heads of a warp need columns that a warp holds": self.team == 1

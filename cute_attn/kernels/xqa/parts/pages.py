@@ -140,6 +140,8 @@ class PagedKv:
             self.team.shifted(base + Int64(self.head) * stride, size)
             for base, stride in ((p.k_scales, p.k_scales_stride_h), (p.v_scales, p.v_scales_stride_h))
         )
+        if memory.spec.cols < 32:
+            wanted = isa.all_of([wanted, lane < memory.spec.cols])
         for i, (page, token) in enumerate(zip(token_pages.pages, token_pages.offsets, strict=True)):
             part = ptx.select(self.readable(start + lane + 32 * i), Int32(size), Int32(0))
             k_at = isa.mad_wide(token, p.k_scales_stride_n, isa.mad_wide(page, p.k_scales_stride_page, k))
