@@ -300,6 +300,7 @@ class XqaProgram(GridProgram):
         return start(partition, query_rows, early)
 
     def begin(self, partition: Partition, query_rows: QueryRows, found: tuple[Share, Segment]) -> Start:
+        """Read the queries of a segment, and start copying its first tiles."""
         share, segment = found
         words = query_rows.load(segment)
         return Start(share, segment, words, self.load_prologue(partition, segment, share))
