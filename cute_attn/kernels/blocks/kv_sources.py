@@ -13,7 +13,7 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.rows import Divisor
-from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.blocks.smem import CHUNK, present, swizzled
 from cute_attn.kernels.blocks.smem_map import LoadedRows
 from cute_attn.kernels.formats import LINE
 
@@ -231,8 +231,7 @@ class GatheredKV(KvSource):
             size = ptx.select(left > Int32(ROWS_PER_PASS * j), Int32(CHUNK), Int32(0))
             destination = shared ^ Int32(ROWS_PER_PASS * CHUNK) if first // ROWS_PER_PASS % 2 else shared
             for line in range(-(-rows.chunks // 8)):
-                whole = (line + 1) * 8 <= rows.chunks
-                part = size if whole else ptx.select(chunk < rows.chunks - line * 8, size, Int32(0))
+                part = present(chunk, rows.chunks - line * 8, 8, size)
                 offset = line * self.cols * LINE + first * LINE
                 ptx.cp_async(destination, offset, source, line * LINE, part)
 
@@ -288,7 +287,6 @@ class GatheredFp8KV(KvSource):
                 source = ptx.shuffle_from(address, row + Int32(first % 32)) + Int64(chunk * CHUNK)
                 size = ptx.select(left > Int32(first), Int32(CHUNK), Int32(0))
                 for column in range(columns):
-                    whole = 4 * column + 4 <= rows.chunks
-                    part = size if whole else ptx.select(chunk < rows.chunks - 4 * column, size, Int32(0))
+                    part = present(chunk, rows.chunks - 4 * column, 4, size)
                     ptx.cp_async(shared, (first * columns + column) * 64, source, column * 64, part)
         ptx.cp_async_arrive(barrier)

@@ -1,6 +1,6 @@
 """Rings of shared memory between producer, transform and consumer warps, with a full and an empty barrier per slot."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,14 +102,6 @@ class WarpRole:
         return ring in self.reads or (ring == RECORDS_RING and self.reads_records)
 
 
-def full_arrivals(roles: Iterable[WarpRole], ring: str) -> int:
-    return sum(role.fills.get(ring, 0) for role in roles)
-
-
-def empty_arrivals(roles: Iterable[WarpRole], ring: str) -> int:
-    return sum(role.warps for role in roles if role.releases(ring))
-
-
 @dataclass(frozen=True)
 class Rings:
     """Rings of a CTA and its scratch regions, by name, in shared memory from `base`."""
@@ -134,7 +126,8 @@ class Rings:
 
     def initialise(self, roles: Sequence[WarpRole]) -> None:
         for name, ring in self.by_name.items():
-            ring.initialise(full_arrivals(roles, name), empty_arrivals(roles, name))
+            readers = sum(role.warps for role in roles if role.releases(name))
+            ring.initialise(sum(role.fills.get(name, 0) for role in roles), readers)
 
 
 @dataclass(frozen=True)

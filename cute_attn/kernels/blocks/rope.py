@@ -31,11 +31,6 @@ class RotaryTable:
     ratio: Float64  # theta^(-2 / head_dim)
     threads: int  # of the CTA
 
-    @property
-    def power_bits(self) -> int:
-        """Bits of an index of a pair."""
-        return max(7, (self.head_dim // 2 - 1).bit_length())
-
     @cute.jit
     def prepare(self) -> None:
         """Writes the frequency table; a barrier must follow."""
@@ -43,7 +38,8 @@ class RotaryTable:
             pair = cute.arch.thread_idx()[0] + first
             if pair < self.head_dim // 2:
                 frequency, power = self.base, self.ratio
-                for bit in cutlass.range_constexpr(self.power_bits):  # ratio^pair by squaring
+                for bit in cutlass.range_constexpr(max(7, (self.head_dim // 2 - 1).bit_length())):
+                    # ratio^pair by squaring
                     frequency = ptx.select((pair >> bit) % 2 == 1, frequency * power, frequency)
                     power = power * power
                 ptx.st_shared_v2(self.table + pair * 8, 0, [*ptx.fraction_words(frequency)])

@@ -70,21 +70,16 @@ def wgmma(
         keep = "p" if i or accumulator else "z"
         transposed = ("" if i < held else ", 0") + f", {int(not k_major)}" if wide else ""  # A in shared memory, B
         lines.append(f"{mnemonic} {registers}, {left}, db, {keep}, 1, 1{transposed};")
-    return asm(_group(lines, line), [Float32] * count, [*shared, b, *a.fragments], tied=accumulator)
+    high = _SWIZZLE[line] | 8 * line >> 4  # and the stride of eight lines
+    constants = f"setp.eq.u32 p, 0, 0; setp.ne.u32 z, 0, 0; mov.b32 h, {high};"
+    prologue = f"{{ .reg .pred p, z; .reg .b32 h; .reg .b32 la, lb; .reg .b64 da, db; {constants}"
+    body = "\n".join(["wgmma.fence.sync.aligned;", *lines, "wgmma.commit_group.sync.aligned; }"])
+    return asm(f"{prologue}\n{body}", [Float32] * count, [*shared, b, *a.fragments], tied=accumulator)
 
 
 def wgmma_wait(pending: int, results: Sequence[Float32], operands: Sequence[Int32] = ()) -> list[Float32]:
     """Returns the results once at most `pending` newer groups are in flight; `operands`: their A registers."""
     return asm(f"wgmma.wait_group.sync.aligned {pending};", [Float32] * len(results), operands, tied=results)
-
-
-def _group(lines: Sequence[str], line: int) -> str:
-    high = _SWIZZLE[line] | 8 * line >> 4  # and the stride of eight lines
-    constants = f"setp.eq.u32 p, 0, 0; setp.ne.u32 z, 0, 0; mov.b32 h, {high};"
-    declared = ".reg .b32 la, lb; .reg .b64 da, db;"
-    prologue = f"{{ .reg .pred p, z; .reg .b32 h; {declared} {constants}"
-    body = "\n".join(lines)
-    return f"{prologue}\nwgmma.fence.sync.aligned;\n{body}\nwgmma.commit_group.sync.aligned; }}"
 
 
 def stmatrix_x4(address: Int32, offset: int, values: Sequence[Int32]) -> None:

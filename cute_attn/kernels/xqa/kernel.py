@@ -21,14 +21,13 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.program import GridProgram
-from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.scalars import shared_memory, warp_index
 from cute_attn.kernels.blocks.softmax import Running
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, begins_with_queries, bounded, early_segment
 from cute_attn.kernels.xqa.parts.formats import tile_forms
 from cute_attn.kernels.xqa.parts.masks import TileMask
-from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages, page_id
 from cute_attn.kernels.xqa.parts.partition import (
     ClusterShares,
@@ -208,7 +207,7 @@ class XqaProgram(GridProgram):
         if cutlass.const_expr(self.pdl and self.spec.whole):
             ptx.grid_dependency_launch()  # at once: the time of a short segment is what the next launch has
         query_rows = QueryRows(self.spec, self.memory, self.team, self.format, params)
-        share, segment, words, token_pages = self.start(params, query_rows, early)
+        share, segment, words, token_pages = self.start(partition, query_rows, early)
         if cutlass.const_expr(self.pdl and not self.spec.whole):
             ptx.grid_dependency_launch()  # now, so that what the next launch fetches does not delay the first copies
         finish = FinalEpilogue.of(params).scaled(Float32(self.format.dequant_factor))
@@ -217,20 +216,27 @@ class XqaProgram(GridProgram):
             merge = self.merge_type(
                 self.spec, params, self.memory, self.team, shared_memory(), finish, self.format, turn
             )
-            queries = query_rows.operands(words, scale)
-            work = self.segment_work(params, segment, share, queries, partition.rows(segment))
-            merge.enter(work.warp_tiles.split)
+            work = self.segment_work(partition, segment, share, query_rows.operands(words, scale))
+            split = work.warp_tiles.split
+            merge.enter(split)
             state = LoopState(work.softmax.start(), self.ring_start(), token_pages)
             for i in cutlass.range(0, work.warp_tiles.count, unroll=1):
                 state = self.mainloop_step(work, state, i)
-            self.publish(merge, work.warp_tiles.split, state.running)
+            if split.active:
+                ptx.sync_warp()  # all lanes are done with the last slots of the ring, which the prologue leaves free
+                merge.publish(state.running)
             following = partition.next_segment(segment, share)
             words, token_pages, ticket = query_rows.no_words(), work.kv.no_pages(), Int32(0)
             if partition.overlaps(following, share):
                 ticket = partition.draw(share)
                 words = query_rows.load(following)
-                token_pages = self.load_prologue(params, following, share)
-            self.write_output(merge, partition.rows(segment), segment, share, work.warp_tiles.split, ticket)
+                token_pages = self.load_prologue(partition, following, share)
+            rows = partition.rows(segment)
+            if split.active:
+                merge.sync()
+                merge.write(rows, segment, share, split)
+                partition.keep(ticket)
+                merge.sync()  # before the slots are filled again
             segment, turn = following, turn + 1
         ptx.cp_async_wait(0)
 
@@ -240,26 +246,24 @@ class XqaProgram(GridProgram):
         """Shared address of the first slot of this warp's ring."""
         return shared_memory() + warp_index() * self.memory.ring_bytes
 
-    def warp_tiles(self, p: XqaParams, segment: Segment, share: Share) -> WarpTiles:
-        partition = make_partition(self.spec, p)
+    def warp_tiles(self, partition: Partition, segment: Segment, share: Share) -> WarpTiles:
         split = partition.split(segment, share)
         part = partition.part(split)
         first = part.begin + self.team.number(warp_index())
         count = ptx.maximum(part.end - first + (self.spec.teams - 1), Int32(0)) // self.spec.teams
         return WarpTiles(split, first + segment.request.first_token // self.spec.cols, count)
 
-    def paged_kv(self, p: XqaParams, segment: Segment) -> PagedKv:
-        head = make_partition(self.spec, p).head(segment.unit)
+    def paged_kv(self, partition: Partition, segment: Segment) -> PagedKv:
+        p, head = partition.p, partition.head(segment.unit)
         request, page_ids = segment.request, partial(page_id, isa.mad_wide(segment.first_page, Int32(4), p.table))
         return PagedKv(self.memory, self.layout, self.team, p, page_ids, head, request.first_token, request.kv_len)
 
-    def segment_work(
-        self, p: XqaParams, segment: Segment, share: Share, queries: Queries, rows: PackedRows
-    ) -> SegmentWork:
+    def segment_work(self, partition: Partition, segment: Segment, share: Share, queries: Queries) -> SegmentWork:
+        rows = partition.rows(segment)
         return SegmentWork(
-            warp_tiles=self.warp_tiles(p, segment, share),
-            kv=self.paged_kv(p, segment),
-            mask=TileMask(p, rows, segment, self.spec, self.layout),
+            warp_tiles=self.warp_tiles(partition, segment, share),
+            kv=self.paged_kv(partition, segment),
+            mask=TileMask(partition.p, rows, segment, self.spec, self.layout),
             queries=queries,
             softmax=self.forms.softmax(
                 self.spec.row_blocks,
@@ -280,74 +284,75 @@ class XqaProgram(GridProgram):
         partition = make_partition(self.spec, p._replace(q_indptr=Int64(0)), isa.load_early_if)
         seen = partition.seen()
         share, segment = early_segment(partition.found(seen), p)
-        kv, tiles = bounded(self.paged_kv(p, segment), segment, isa.load_early_if), self.warp_tiles(p, segment, share)
+        kv = bounded(self.paged_kv(partition, segment), segment, isa.load_early_if)
+        tiles = self.warp_tiles(partition, segment, share)
         fetched, copied = self.spec.prefetch, self.memory.prefetch_distance
         token_pages = self.first_page_ids(kv, tiles, max(fetched, copied))
         for i, places in enumerate(token_pages[:fetched]):
             kv.fetch(places, self.kv_tile(tiles, i), i < tiles.count)
         return EarlyTiles(seen, share, segment, token_pages[:copied])
 
-    def start(self, p: Any, query_rows: QueryRows, early: EarlyTiles | None) -> Start:
+    def start(self, partition: Partition, query_rows: QueryRows, early: EarlyTiles | None) -> Start:
         """Find this CTA's first segment, and start copying its first tiles."""
-        if early is not None:
-            start = self.start_guessed if self.spec.work == "shares" else self.start_early
-            return start(p, query_rows, early)
-        share, segment = make_partition(self.spec, p).first_segment()
+        if early is None:
+            return self.begin(partition, query_rows, partition.first_segment())
+        start = self.start_guessed if self.spec.work == "shares" else self.start_early
+        return start(partition, query_rows, early)
+
+    def begin(self, partition: Partition, query_rows: QueryRows, found: tuple[Share, Segment]) -> Start:
+        """Read the queries of a segment, and start copying its first tiles."""
+        share, segment = found
         words = query_rows.load(segment)
-        return Start(share, segment, words, self.load_prologue(p, segment, share))
+        return Start(share, segment, words, self.load_prologue(partition, segment, share))
 
     @cute.jit
-    def start_early(self, p: Any, query_rows: QueryRows, early: EarlyTiles) -> Start:
+    def start_early(self, partition: cutlass.Constexpr, query_rows: QueryRows, early: EarlyTiles) -> Start:
         """Copy the first tiles by the page ids that were read before the preceding kernel ended. Meanwhile read lengths
         and page ids again, and start anew where any has changed."""
-        partition, share, segment = make_partition(self.spec, p), early.share, early.segment
+        p, share, segment = partition.p, early.share, early.segment
         seen = partition.seen()
-        words, token_pages, following = self.copy_early(p, query_rows, early)
+        words, token_pages, following = self.copy_early(partition, query_rows, early)
         if cutlass.or_(early.have_changed(seen, token_pages), begins_with_queries(p)):
             ptx.cp_async_wait(0)
             ptx.sync_warp()
-            share, segment = partition.found(seen)
-            words = query_rows.load(segment)
-            following = self.load_prologue(p, segment, share)
+            share, segment, words, following = self.begin(partition, query_rows, partition.found(seen))
         elif p.q_indptr != Int64(0):
             segment = segment._replace(request=partition.request(segment.index))
             words = query_rows.load(segment)
         return Start(share, segment, words, following)
 
-    def copy_early(
-        self, p: Any, query_rows: QueryRows, early: EarlyTiles
-    ) -> tuple[list[Int32], list[TokenPages], TokenPages]:
-        """Copy the first tiles by the page ids that were read before the preceding kernel ended, and read Q, these page
-        ids again, and those of the tile that follows."""
-        share, segment = early.share, early.segment
-        words, tiles = query_rows.load(segment), self.warp_tiles(p, segment, share)
-        kv = bounded(self.paged_kv(p, segment), segment, ptx.load_word_if)
-        *token_pages, following = self.first_page_ids(kv, tiles, self.memory.prefetch_distance + 1)
-        self.copy_first_tiles(kv, tiles, early.token_pages)
-        return words, token_pages, following
-
     @cute.jit
-    def start_guessed(self, p: Any, query_rows: QueryRows, early: EarlyTiles) -> Start:
+    def start_guessed(self, partition: cutlass.Constexpr, query_rows: QueryRows, early: EarlyTiles) -> Start:
         """Copy the first tiles of the segment that this CTA has if all are short. Meanwhile read all lengths, and start
         anew where one is not, or this one has changed."""
-        partition, share, segment = GuessPartition(p, self.spec), early.share, early.segment
-        words, following, right = query_rows.no_words(), self.paged_kv(p, segment).no_pages(), Boolean(False)
+        share, segment, words, right = early.share, early.segment, query_rows.no_words(), Boolean(False)
+        following = self.paged_kv(partition, segment).no_pages()
         if partition.may_be_right(segment):
             seen, lengths = partition.seen(), partition.lengths()
-            words, token_pages, following = self.copy_early(p, query_rows, early)
+            words, token_pages, following = self.copy_early(partition, query_rows, early)
             same = cutlass.not_(early.have_changed(seen, token_pages))
             right = isa.all_of([partition.are_short(lengths), same])
         if cutlass.not_(right):
             ptx.cp_async_wait(0)
             ptx.sync_warp()
-            share, segment = partition.first_segment()
-            words = query_rows.load(segment)
-            following = self.load_prologue(p, segment, share)
+            share, segment, words, following = self.begin(partition, query_rows, partition.first_segment())
         return Start(share, segment, words, following)
 
-    def load_prologue(self, p: Any, segment: Segment, share: Share) -> TokenPages:
+    def copy_early(
+        self, partition: Partition, query_rows: QueryRows, early: EarlyTiles
+    ) -> tuple[list[Int32], list[TokenPages], TokenPages]:
+        """Copy the first tiles by the page ids that were read before the preceding kernel ended, and read Q, these page
+        ids again, and those of the tile that follows."""
+        share, segment = early.share, early.segment
+        words, tiles = query_rows.load(segment), self.warp_tiles(partition, segment, share)
+        kv = bounded(self.paged_kv(partition, segment), segment, ptx.load_word_if)
+        *token_pages, following = self.first_page_ids(kv, tiles, self.memory.prefetch_distance + 1)
+        self.copy_first_tiles(kv, tiles, early.token_pages)
+        return words, token_pages, following
+
+    def load_prologue(self, partition: Partition, segment: Segment, share: Share) -> TokenPages:
         """Start copying the first tiles of a segment. Returns the page ids of the tile that follows."""
-        kv, tiles = self.paged_kv(p, segment), self.warp_tiles(p, segment, share)
+        kv, tiles = self.paged_kv(partition, segment), self.warp_tiles(partition, segment, share)
         *token_pages, following = self.first_page_ids(kv, tiles, self.memory.prefetch_distance + 1)
         self.copy_first_tiles(kv, tiles, token_pages)
         return following
@@ -390,24 +395,6 @@ class XqaProgram(GridProgram):
     def advance(self, slot: Int32, steps: int) -> Int32:
         moved = slot + Int32(steps * self.memory.slot_bytes)
         return ptx.select(moved >= self.ring_start() + self.memory.ring_bytes, moved - self.memory.ring_bytes, moved)
-
-    @cute.jit
-    def publish(self, merge: WarpMerge, split: KvSplit, running: Running) -> None:
-        """Store a warp's outputs in the last slots of its ring. All lanes are done with those slots, and
-        `load_prologue` leaves them free."""
-        if split.active:
-            ptx.sync_warp()
-            merge.publish(running, warp_index())
-
-    @cute.jit
-    def write_output(
-        self, merge: Merge, rows: PackedRows, segment: Segment, share: Share, split: KvSplit, ticket: Int32
-    ) -> None:
-        if split.active:
-            merge.sync()
-            merge.write(rows, segment, share, split)
-            make_partition(self.spec, merge.p).keep(ticket)
-            merge.sync()  # before the slots are filled again
 
     # --- matrix products --------------------------------------------------------------------------------------------
 

@@ -63,9 +63,13 @@ class Ring(NamedTuple):
     cluster_size: int = 1
     prefetch: int = 0  # tiles of a warp
 
+    def ahead(self, tiles: int = 1) -> Ring:
+        """The ring with tiles fetched ahead; shares guess their first segment for that (`parts.tickets`)."""
+        return self._replace(prefetch=tiles)
+
     def in_clusters(self, size: int) -> Ring:
         """The ring in clusters of so many CTAs."""
-        return self._replace(work="cluster", cluster_size=size, prefetch=1)
+        return self.ahead()._replace(work="cluster", cluster_size=size)
 
 
 Rings = tuple[Ring, ...]  # in order of preference; none: the kernel on tcgen05
@@ -124,22 +128,17 @@ FAST_MEMORY: dict[int, tuple[Rule[Rings], ...]] = {
 _QUICK = Ring(4, 3, 1, 8192, guests=1, most=32)
 # Small CTAs: a segment, or a kv head for each warp, of one segment or in shares.
 _SMALL, _PAIR, _TWO = Ring(4, 2, 4, 4096, most=32), Ring(2, 2, 8, 4096), Ring(4, 3, 2, 8192)
-_HEADS, _EVEN = _PAIR._replace(work="heads", prefetch=1), _PAIR._replace(work="even")
-_LONE, _DUAL = Ring(1, 3, 8, 8192), Ring(2, 3, 4, 8192)
+_HEADS, _EVEN = _PAIR.ahead()._replace(work="heads"), _PAIR._replace(work="even")
+_LONE, _DUAL = Ring(1, 3, 8, 8192).ahead(), Ring(2, 3, 4, 8192).ahead()
 _ONE = range(1, 2)  # request
 
 
-def _whole(ring: Ring, prefetch: int = 0) -> Ring:
+def _whole(ring: Ring) -> Ring:
     """Return the ring for segments that one CTA processes alone."""
-    return ring._replace(work="whole", prefetch=prefetch)
+    return ring._replace(work="whole")
 
 
-def _guessed(*rings: Ring, note: str, **when: Collection[Any]) -> Rule[Rings]:
-    """Make a rule of shares that guess their first segment (`parts.tickets`)."""
-    return _rule(*(ring._replace(prefetch=1) for ring in rings), note=note, **when)
-
-
-_SMALLEST, _AHEAD = _whole(_SMALL._replace(most=16), 3), _whole(Ring(8, 2, 2, 4096), 1)
+_SMALLEST, _AHEAD = _whole(_SMALL._replace(most=16)).ahead(3), _whole(Ring(8, 2, 2, 4096)).ahead()
 
 
 # On 97 launches drawn after the first fit 1.075 times as fast as 45 rules that were measured one by one; of 8 us and
@@ -156,33 +155,33 @@ _GUESS = "a guessed first segment gains 1.06 to 1.64 where all are short, and lo
 _CUT = "1.09 (64 x 2048 keys) to 1.56 (256 x 3368 to 16539); of fewer pairs, whose segments it would cut, 0.74 (H200)"
 _16_OR_8_BITS = (
     # Windows of 128 keys. Few are fetched ahead; many have a warp or two each.
-    _rule(_SMALLEST, _whole(_TWO, 3), keys=_WINDOWS, pairs=_FEW_PAIRS, note=_SHORT_FIT),
-    _rule(_SMALLEST, _whole(_DUAL, 1), keys=_WINDOWS, pairs=up_to(2 * FEW), note=_SHORT_FIT),
-    _rule(_HEADS, _whole(_SMALL), _whole(_LONE, 1), keys=_WINDOWS, row=_NARROW, pairs=above(WAVE), note=_MANY_WINDOWS),
-    _rule(_whole(_SMALL, 1), _whole(_DUAL, 1), keys=_WINDOWS, note=_SHORT_FIT),
+    _rule(_SMALLEST, _whole(_TWO).ahead(3), keys=_WINDOWS, pairs=_FEW_PAIRS, note=_SHORT_FIT),
+    _rule(_SMALLEST, _whole(_DUAL), keys=_WINDOWS, pairs=up_to(2 * FEW), note=_SHORT_FIT),
+    _rule(_HEADS, _whole(_SMALL), _whole(_LONE), keys=_WINDOWS, row=_NARROW, pairs=above(WAVE), note=_MANY_WINDOWS),
+    _rule(_whole(_SMALL).ahead(), _whole(_DUAL), keys=_WINDOWS, note=_SHORT_FIT),
     # Few segments: as many clusters as there are segments, or more.
     _clusters(8, _QUICK, _LONE_SHORT, requests=_ONE, units=up_to(8), keys=up_to(8192)),
     _clusters(6, _LARGE, _LONE_LONG, requests=_ONE, units=range(2, 9)),
     _clusters(8, _QUICK, _CLUSTER_FIT, segments=up_to(12)),
-    _rule(_AHEAD, _whole(_TWO, 1), keys=_SHORTS, pairs=up_to(2 * FEW), row=range(65, 129), note=_SHORT_FIT),
+    _rule(_AHEAD, _whole(_TWO).ahead(), keys=_SHORTS, pairs=up_to(2 * FEW), row=range(65, 129), note=_SHORT_FIT),
     _clusters(4, _QUICK, _NEXT_LAUNCH, keys=up_to(2 * SHORT), segments=up_to(24)),
     _clusters(2, _QUICK, _NEXT_LAUNCH, keys=up_to(2 * SHORT), segments=up_to(64)),
     *(_clusters(size, _LARGE, _CLUSTER_FIT, segments=up_to(most)) for size, most in ((6, 16), (4, 24), (2, 64))),
     # Short segments.
-    _rule(_whole(_SMALL, 1), _whole(_TWO, 1), keys=_SHORTS, pairs=up_to(WAVE), note=_TILE_AHEAD),
+    _rule(_whole(_SMALL).ahead(), _whole(_TWO).ahead(), keys=_SHORTS, pairs=up_to(WAVE), note=_TILE_AHEAD),
     _rule(_HEADS, _whole(_PAIR), keys=_SHORTS, row=_NARROW, pairs=above(EVEN - 1), note=_SHORT_FIT),
     _rule(_whole(_SMALL), _whole(_TWO), keys=_SHORTS, note=_SHORT_FIT),
     _rule(_whole(_TWO), keys=up_to(2 * SHORT), segments=above(4 * FEW - 1), row=range(129, 257), note=_SHORT_FIT),
     # Few pairs; shares of warps; others.
-    _guessed(*_FEW_8_BIT, pairs=_FEW_PAIRS, row=up_to(64), note=_GUESS),
-    _guessed(_LARGE, pairs=_FEW_PAIRS, note=_GUESS),
+    _rule(*(ring.ahead() for ring in _FEW_8_BIT), pairs=_FEW_PAIRS, row=up_to(64), note=_GUESS),
+    _rule(_LARGE.ahead(), pairs=_FEW_PAIRS, note=_GUESS),
     _rule(_EVEN, _SMALL, _TWO, pairs=above(4 * FEW - 1), row=up_to(64), note=_CUT),
     _rule(_EVEN, _SMALL, _TWO, pairs=above(EVEN - 1), row=range(128, 129), note=_FIT),
     _rule(_TWO, keys=up_to(2 * SHORT), note=_SHORT_FIT),
-    _guessed(_SMALL, _TWO, pairs=up_to(WAVE), note=_GUESS),
+    _rule(_SMALL.ahead(), _TWO.ahead(), pairs=up_to(WAVE), note=_GUESS),
     _rule(_SMALL, _TWO, note=_FIT),
 )
-_CLUSTERED_NVFP4 = Ring(4, 3, 1, 4096, guests=1).in_clusters(8)._replace(prefetch=0)  # block scales are not fetched
+_CLUSTERED_NVFP4 = Ring(4, 3, 1, 4096, guests=1).in_clusters(8).ahead(0)  # block scales are not fetched
 HOPPER: dict[int, tuple[Rule[Rings], ...]] = {
     16: _16_OR_8_BITS,
     8: _16_OR_8_BITS,

@@ -12,7 +12,7 @@ from cutlass import Boolean, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.dequant import Fp8
 from cute_attn.kernels.blocks.rows import Divisor
-from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.blocks.smem import CHUNK, present, swizzled
 from cute_attn.kernels.fa2.smem import SCALES_PITCH, SharedMemory
 from cute_attn.kernels.formats import LINE
 
@@ -79,7 +79,7 @@ class TokenRows:
         for line in range(0, self.pitch, LINE):
             for start in range(line, line + CHUNK, self.copy_bytes):
                 left = -(-(self.row_bytes - start) // CHUNK)  # chunks that have these bytes
-                part = wanted if left >= 8 else ptx.select(chunk < left, wanted, Int32(0))
+                part = present(chunk, left, 8, wanted)
                 ptx.cp_async(destination, row * self.pitch + start, source, start, part, self.copy_bytes)
             yield
 

@@ -41,10 +41,16 @@ LoadQ = Callable[[Int32, int, int], Operand]  # words from a lane's byte offset 
 
 
 @dataclass(frozen=True)
-class OwnP:
-    """What formats have in common that use P^T as it is."""
+class Plain:
+    """What formats have in common that use P^T as it is, and have no block scales unless they say so."""
 
     slack = SLACK
+
+    def k_scales(self, slot: Int32, m: int) -> list[Operand]:
+        return []
+
+    def v_scales(self, slot: Int32) -> ScalesOf:
+        return lambda m: []
 
     def p_tokens(self, b: Operand) -> Operand:
         return b
@@ -54,18 +60,7 @@ class OwnP:
 
 
 @dataclass(frozen=True)
-class Unscaled(OwnP):
-    """What formats without block scales have in common."""
-
-    def k_scales(self, slot: Int32, m: int) -> list[Operand]:
-        return []
-
-    def v_scales(self, slot: Int32) -> ScalesOf:
-        return lambda m: []
-
-
-@dataclass(frozen=True)
-class Kv16Bit(Unscaled):
+class Kv16Bit(Plain):
     """fp16 and bf16, used without conversion."""
 
     operands_per_load = 1
@@ -87,7 +82,7 @@ class Kv16Bit(Unscaled):
 
 
 @dataclass(frozen=True)
-class Kv8Bit(Unscaled):
+class Kv8Bit(Plain):
     """e4m3 and e5m2: four elements per register, two operands per ldmatrix."""
 
     dtype: str
@@ -264,12 +259,8 @@ class Kv4Bit:
 
     def k_operands(self, loaded: Operand, pair: int, scales: list[Operand]) -> list[Operand]:
         """Use a lane's pairs as contraction indices 2t, 2t + 1 (the first and third) or 2t + 8, 2t + 9."""
-        operands = []
-        for i in (0, 1):
-            low, high = scales[pair]
-            a, b = self._scaled(loaded[2 * i], low, i), self._scaled(loaded[2 * i + 1], high, i)
-            operands += [[a[j], b[j], a[j + 1], b[j + 1]] for j in (0, 2)]
-        return operands
+        words = loaded[:2], loaded[2:]
+        return [x for i in (0, 1) for x in scaled_operands(self.e2m1, words[i], scales[pair], i)]
 
     def v_operands(self, loaded: Operand, pair: int, scales: list[Operand]) -> list[Operand]:
         """Use pairs of dims 4g and 4g + 1 as rows g and g + 8 of an operand, those of 4g + 2 and 4g + 3 of the next."""
@@ -279,10 +270,6 @@ class Kv4Bit:
             a, b = (x, y) if self.paired else self._times((x, y), scales[2 * pair + i])
             operands += [[a[j], a[j + 1], b[j], b[j + 1]] for j in (0, 2)]
         return operands
-
-    def _scaled(self, x: Int32, scales: Int32, half: int) -> list[Int32]:
-        """Pairs of a word of K times one of the two scales."""
-        return [isa.scale_f16x2(pair, scales, half) for pair in self.e2m1.k_pairs(x)]
 
     def _times(self, words: tuple[Operand, ...], scales: Operand) -> tuple[Operand, ...]:
         return tuple([isa.mul_f16x2(x, scale) for x in pairs] for pairs, scale in zip(words, scales, strict=True))
@@ -303,6 +290,15 @@ class Kv4Bit:
 
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
         return g * 4 + (tile // 2 * 32 + tile % 2 * 2), 1
+
+
+def scaled_operands(e2m1: SpreadBits | HardwareE2m1, words: Words, scales: Words, half: int) -> list[Operand]:
+    """Operands of a word of token g and one of token g + 8, times one half of their scales."""
+    a, b = (
+        [isa.scale_f16x2(pair, scale, half) for pair in e2m1.k_pairs(word)]
+        for word, scale in zip(words, scales, strict=True)
+    )
+    return [[a[j], b[j], a[j + 1], b[j + 1]] for j in (0, 2)]
 
 
 def flatten(lists: list[list[Int32]]) -> list[Int32]:
@@ -327,7 +323,7 @@ MATRIX = 256  # bytes of the matrix whose bytes `ldmatrix` transposes
 
 
 @dataclass(frozen=True)
-class Kv4BitBlocks(OwnP):
+class Kv4BitBlocks(Plain):
     """`Kv4Bit` where a lane holds whole scale blocks, for GPUs that convert e2m1 and transpose bytes (sm_100 and
     later): for `BlockReads`, 32 elements of K per lane, token and read, two scale blocks; 16 of V, one.
 
@@ -371,14 +367,7 @@ class Kv4BitBlocks(OwnP):
 
     def k_operands(self, loaded: Operand, group: int, scales: list[Operand]) -> list[Operand]:
         """Use a lane's pairs as contraction indices 2t, 2t + 1 (the first and third) or 2t + 8, 2t + 9."""
-        operands = []
-        for i in range(4):
-            a, b = (
-                [isa.scale_f16x2(pair, scale, i // 2) for pair in self.e2m1.k_pairs(word)]
-                for word, scale in zip((loaded[i], loaded[4 + i]), scales[group], strict=True)
-            )
-            operands += [[a[j], b[j], a[j + 1], b[j + 1]] for j in (0, 2)]
-        return operands
+        return [x for i in range(4) for x in scaled_operands(self.e2m1, loaded[i::4], scales[group], i // 2)]
 
     def v_operands(self, loaded: Operand, group: int, scales: list[Operand]) -> list[Operand]:
         """Use neighbouring dims as rows g and g + 8 of an operand."""

@@ -13,23 +13,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.smem import swizzled_offset
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled, swizzled_offset
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.smem import XqaMemory
-
-CHUNK = 16  # bytes of one cp.async
-
-
-def swizzle(row: Int32, row_bytes: int) -> Int32:
-    """Bits that are XORed into the chunk indices of a row, so that the eight rows of an ldmatrix differ in bank."""
-    per_line = max(1, LINE // row_bytes)
-    chunks = min(row_bytes, LINE) // CHUNK
-    return (row >> (per_line.bit_length() - 1)) & (chunks - 1)
-
-
-def chunk_offset(row: Int32, chunk: Int32, row_bytes: int) -> Int32:
-    """Byte offset in a tile of a 16-byte chunk in the first 128-byte line of a row."""
-    return row * row_bytes + ((chunk ^ swizzle(row, row_bytes)) * CHUNK)
 
 
 @dataclass(frozen=True)
@@ -57,7 +43,7 @@ class TileLayout:
 
     def offset(self, row: Int32, chunk: Int32) -> Int32:
         """Byte offset of a chunk in the first line of a row."""
-        return chunk_offset(row, chunk, self.row_bytes)
+        return swizzled(row, chunk, self.row_bytes)
 
     def step_bits(self, first: int) -> int:
         """Bits to XOR into the offset of a row below `rows_per_step` for the row `first` further on: the two have no
@@ -92,7 +78,7 @@ class BlockLayout(TileLayout):
         return self.chunks_per_line // 2
 
     def offset(self, row: Int32, chunk: Int32) -> Int32:
-        offset = chunk_offset(row, chunk, self.row_bytes)
+        offset = swizzled(row, chunk, self.row_bytes)
         return offset ^ (self.exchanged(row >> 1) * self.row_bytes) if self.two_per_line else offset
 
     def exchanged(self, line: Int32) -> Int32:

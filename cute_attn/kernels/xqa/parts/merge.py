@@ -69,32 +69,11 @@ def merge_states(parts: list[SoftmaxState]) -> SoftmaxState:
 
 
 @dataclass(frozen=True)
-class PartialResults:
-    """Partial results of all CTAs in global memory, and their counters."""
+class Merge:
+    """Merge of one segment's warps and KV splits, and its epilogue."""
 
     spec: DecodeSpec
     p: Any  # XqaParams or MlaParams
-
-    def cta_index(self, share: Int32) -> Int32:
-        """Linear index of the CTA that has share number `share` in this CTA's group."""
-        return share * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]
-
-    def partial_address(self, partial: Int32, row: Int32) -> tuple[Int64, Int64]:
-        """Addresses of a partial's (maximum, sum) and outputs for one row."""
-        index = Int64(partial) * Int64(self.spec.rows) + Int64(row)
-        ctas = cute.arch.grid_dim()[0] * cute.arch.grid_dim()[1]
-        outputs = self.p.partials + Int64(ctas * (2 * self.spec.heads * self.spec.rows * 8))
-        return self.p.partials + index * Int64(8), outputs + index * Int64(self.spec.head_dim * 4)
-
-    def counter_address(self, share: Int32) -> Int64:
-        """Address of the counter of the CTA that has share number `share`."""
-        return self.p.counters + Int64(self.cta_index(share)) * Int64(4)
-
-
-@dataclass(frozen=True)
-class Merge(PartialResults):
-    """Merge of one segment's warps and KV splits, and its epilogue."""
-
     memory: Any  # XqaMemory, or a map of one state that has its tile_dim, ring_bytes, outputs, stats and ticket
     team: LoneWarp | WarpTeam
     base: Int32  # shared memory
@@ -193,14 +172,6 @@ class Merge(PartialResults):
         if cutlass.not_(split.whole):
             self.merge_splits(rows, first, count)
 
-    @cute.jit
-    def store_rows(self, rows: PackedRows) -> None:
-        """Write the outputs of the CTA's states, by all threads."""
-        for item in cutlass.range(self.team.thread(), self.num_vectors(rows), self.column_threads, unroll=1):
-            row, dim = self.row_and_dim(item)
-            if self.has_columns(dim):
-                self.store(rows, row, self.head_dim(dim), self.merge_warps(row, dim))
-
     def merged(self, row: Int32, dim: Int32) -> SoftmaxState:
         """One vector of a row, of all tiles of the share."""
         return self.merge_warps(row, dim)
@@ -227,7 +198,22 @@ class Merge(PartialResults):
         place = rows.address(p.o, row, p.o_stride_n, p.o_stride_h)
         store_numbers(self.spec.out_dtype, place + Int64(dim * size), 0, values)
 
-    # --- KV splits of a segment -------------------------------------------------------------------------------------
+    # --- KV splits of a segment: partial results of all CTAs in global memory, and their counters --------------------
+
+    def cta_index(self, share: Int32) -> Int32:
+        """Linear index of the CTA that has share number `share` in this CTA's group."""
+        return share * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]
+
+    def partial_address(self, partial: Int32, row: Int32) -> tuple[Int64, Int64]:
+        """Addresses of a partial's (maximum, sum) and outputs for one row."""
+        index = Int64(partial) * Int64(self.spec.rows) + Int64(row)
+        ctas = cute.arch.grid_dim()[0] * cute.arch.grid_dim()[1]
+        outputs = self.p.partials + Int64(ctas * (2 * self.spec.heads * self.spec.rows * 8))
+        return self.p.partials + index * Int64(8), outputs + index * Int64(self.spec.head_dim * 4)
+
+    def counter_address(self, share: Int32) -> Int64:
+        """Address of the counter of the CTA that has share number `share`."""
+        return self.p.counters + Int64(self.cta_index(share)) * Int64(4)
 
     def partial_index(self, split: KvSplit) -> Int32:
         """Index of a split's partial."""

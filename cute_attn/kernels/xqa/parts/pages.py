@@ -8,10 +8,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.smem import swizzled_offset
+from cute_attn.kernels.blocks.smem import CHUNK, present, swizzled_offset
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.layouts import CHUNK, TileLayout
+from cute_attn.kernels.xqa.parts.layouts import TileLayout
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.smem import XqaMemory
 
@@ -122,18 +122,13 @@ class PagedKv:
             for right in range(0, layout.chunks_per_line * lines, layout.lanes_per_row):
                 to, within = swizzled_offset(target, right)
                 at = first * memory.row_bytes + within
-                present = self._present(chunk, right, size)
-                isa.copy_if(wanted, to, at, k_at, right * CHUNK, present)
-                isa.copy_if(wanted, to, memory.v + at, v_at, right * CHUNK, present)
+                # Beyond the last column zeros are filled in: an ldmatrix may read them.
+                part = present(chunk, memory.source_bytes // CHUNK - right, layout.lanes_per_row, size)
+                isa.copy_if(wanted, to, at, k_at, right * CHUNK, part)
+                isa.copy_if(wanted, to, memory.v + at, v_at, right * CHUNK, part)
             if i == 0:
                 self._copy_scales(token_pages, start, wanted, slot)
             yield
-
-    def _present(self, chunk: Int32, right: int, size: Int32) -> Int32:
-        """Bytes to read of the chunk `right` chunks behind a lane's first: `size`, or none beyond the last column,
-        where zeros are filled in: an ldmatrix may read them."""
-        chunks = self.memory.source_bytes // CHUNK - right
-        return size if chunks >= self.layout.lanes_per_row else ptx.select(chunk < chunks, size, Int32(0))
 
     def _copy_scales(self, token_pages: TokenPages, start: Int32, wanted: Boolean, slot: Int32) -> None:
         """Copy block scales: one cp.async per token and tensor, issued by the token's lane."""
@@ -148,9 +143,9 @@ class PagedKv:
         if memory.spec.cols < 32:
             wanted = isa.all_of([wanted, lane < memory.spec.cols])
         for i, (page, token) in enumerate(zip(token_pages.pages, token_pages.offsets, strict=True)):
-            present = ptx.select(self.readable(start + lane + 32 * i), Int32(size), Int32(0))
+            part = ptx.select(self.readable(start + lane + 32 * i), Int32(size), Int32(0))
             k_at = isa.mad_wide(token, p.k_scales_stride_n, isa.mad_wide(page, p.k_scales_stride_page, k))
             v_at = isa.mad_wide(token, p.v_scales_stride_n, isa.mad_wide(page, p.v_scales_stride_page, v))
             target = slot + lane * size
             for source, base in ((k_at, memory.k_scales), (v_at, memory.v_scales)):
-                isa.copy_if(wanted, target, base + 32 * i * size, source, 0, present, size)
+                isa.copy_if(wanted, target, base + 32 * i * size, source, 0, part, size)

@@ -44,13 +44,18 @@ class WarpMerge(Merge):
         return self.team.shifted(dim, self.spec.warp_dim)
 
     @cute.jit
-    def publish(self, running: Running, warp: Int32) -> None:
+    def publish(self, running: Running) -> None:
         """Store a warp's outputs as fp32 [row, dim] in the free slots of its ring, dims swizzled by `swizzled_dim`."""
+        warp = warp_index()
         lane = cute.arch.thread_idx()[0] & 31
         totals = [reduce_column(lambda a, b: a + b, x) for x in running.total]
         outputs = self.base + warp * self.memory.ring_bytes + self.memory.outputs
         stats = self.base + self.memory.stats + warp * (self.spec.rows * 8)
-        self.publish_stats(stats, [Float32(0.0) - x for x in running.shift], totals)
+        maximum = [Float32(0.0) - x for x in running.shift]
+        if lane < 4:
+            for slot in cutlass.range_constexpr(2 * self.spec.row_blocks):
+                row = lane * 2 + (slot // 2 * 8 + slot % 2)
+                ptx.st_shared_v2_f32(stats + row * 8, 0, [maximum[slot], totals[slot]])
         if cutlass.const_expr(self.spec.paired):
             if lane >> 4 == (lane >> 1 & 1):  # columns that carry the scales of the block of this lane's rows
                 self.publish_outputs(running, outputs, lane)
@@ -73,14 +78,6 @@ class WarpMerge(Merge):
                     ptx.st_shared_f32(at, 0, upper)
                     ptx.st_shared_f32(far, 0, lower)
 
-    @cute.jit
-    def publish_stats(self, stats: Int32, maximum: list[Float32], totals: list[Float32]) -> None:
-        lane = cute.arch.thread_idx()[0] & 31
-        if lane < 4:
-            for slot in cutlass.range_constexpr(2 * self.spec.row_blocks):
-                row = lane * 2 + (slot // 2 * 8 + slot % 2)
-                ptx.st_shared_v2_f32(stats + row * 8, 0, [maximum[slot], totals[slot]])
-
     @property
     def vectors_in_flight(self) -> int:
         crowded = self.spec.warps * (self.spec.ctas + self.spec.guests) > 8  # leaves fewer registers per thread
@@ -94,7 +91,10 @@ class WholeMerge(WarpMerge):
     @cute.jit
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         """Write outputs, by all threads. A barrier after `publish` must come before."""
-        self.store_rows(rows)
+        for item in cutlass.range(self.team.thread(), self.num_vectors(rows), self.column_threads, unroll=1):
+            row, dim = self.row_and_dim(item)
+            if self.has_columns(dim):
+                self.store(rows, row, self.head_dim(dim), self.merge_warps(row, dim))
 
 
 # --- segments of one warp ---------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ STORED_DIMS = 8  # of a row, stored by a lane at once: 16 bytes, or 8 of e4m3
 
 
 @dataclass(frozen=True)
-class HeadMerge(WholeMerge):
+class HeadMerge(WarpMerge):
     """Outputs of one warp, which `publish` has stored in shared memory."""
 
     def sync(self) -> None:
@@ -122,7 +122,8 @@ class HeadMerge(WholeMerge):
         return [(item // per_row, item % per_row * STORED_DIMS) for item in items]
 
     @cute.jit
-    def store_rows(self, rows: PackedRows) -> None:
+    def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
+        """Write outputs, by the lanes of the warp. `sync` after `publish` must come before."""
         factor = self.finish_row(rows, ptx.minimum(self.team.thread(), Int32(self.spec.rows - 1)))
         places = self.places()
         values = [self.outputs(row, dim) for row, dim in places]
@@ -164,9 +165,9 @@ class EvenMerge(HeadMerge):
 
     @cute.jit
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
-        """Write outputs, or this warp's partial, by its lanes. `sync` after `publish` must come before."""
+        """Write outputs, or this warp's partial."""
         if split.whole:
-            self.store_rows(rows)
+            HeadMerge.write(self, rows, segment, share, split)
         else:
             first = ptx.divide(segment.start, share.size)
             last = ptx.divide(segment.start + segment.request.tiles - 1, share.size)
@@ -220,8 +221,15 @@ class ClusterMerge(WarpMerge):
     """Merge of a segment of a cluster's share (`partition.ClusterShares`)."""
 
     @staticmethod
+    @cute.jit
     def open(memory: XqaMemory) -> None:
-        open_inbox(shared_memory() + memory.inbox_barriers)
+        """Prepare the barriers of this CTA's inbox and tell the other CTAs of the cluster."""
+        barriers = shared_memory() + memory.inbox_barriers
+        if cute.arch.thread_idx()[0] == 0:
+            for i in range(INBOX_BARRIERS):
+                tma.barrier_init(barriers + BARRIER_BYTES * i, 1)
+            tma.fence_barrier_init()
+        cluster.arrive_relaxed()
 
     @cute.jit
     def enter(self, split: KvSplit) -> None:
@@ -337,13 +345,3 @@ class ClusterMerge(WarpMerge):
         maximum, total = ptx.ld_shared_v2_f32(self.base + index * 8, self.memory.inbox_stats + place * 8)
         values = ptx.ld_shared_v4_f32(self.base + index * 16, self.memory.inbox + place * 16)
         return SoftmaxState(maximum, total, values)
-
-
-@cute.jit
-def open_inbox(barriers: Int32) -> None:
-    """Prepare the barriers of this CTA's inbox and tell the other CTAs of the cluster."""
-    if cute.arch.thread_idx()[0] == 0:
-        for i in range(INBOX_BARRIERS):
-            tma.barrier_init(barriers + BARRIER_BYTES * i, 1)
-        tma.fence_barrier_init()
-    cluster.arrive_relaxed()

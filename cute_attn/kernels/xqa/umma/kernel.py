@@ -23,7 +23,7 @@ from cute_attn.kernels.blocks.program import GridProgram
 from cute_attn.kernels.xqa.kernel import XqaParams
 from cute_attn.kernels.xqa.umma.mma_warp import MmaWarp
 from cute_attn.kernels.xqa.umma.producer_warps import WARPS as PRODUCER_WARPS
-from cute_attn.kernels.xqa.umma.producer_warps import ProducerWarps, QkvProducerWarps
+from cute_attn.kernels.xqa.umma.producer_warps import ProducerWarps
 from cute_attn.kernels.xqa.umma.query_warp import QueryWarp
 from cute_attn.kernels.xqa.umma.smem import SOFTMAX_WARPS, UmmaMemory
 from cute_attn.kernels.xqa.umma.softmax_warps import SoftmaxWarps
@@ -45,7 +45,7 @@ class XqaUmmaProgram(GridProgram):
         self.softmax = SoftmaxWarps(spec, self.memory)
         self.mma = MmaWarp(spec, self.memory)
         self.query: Any = QueryWarp(spec, self.memory) if spec.q_terms > 1 else None
-        self.producer = (ProducerWarps if self.query else QkvProducerWarps)(spec, self.memory)
+        self.producer = ProducerWarps(spec, self.memory)
         self.block = (32 * self.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
 
@@ -78,23 +78,17 @@ class XqaUmmaProgram(GridProgram):
     @cute.jit
     def run_warps(self, params: XqaParams, shared: cutlass.Constexpr, tmem: Int32, thread: Int32) -> None:
         warp = cute.arch.make_warp_uniform(thread >> 5)
+        producer = thread - Int32(32 * PRODUCER_WARP)
         if warp < MMA_WARP:
             self.softmax.run(params, shared, tmem)
         elif warp == MMA_WARP:
             self.mma.run(params, shared, tmem)
+        elif cutlass.const_expr(self.query is None):  # noqa: SIM114  (one when tracing, one at run time)
+            self.producer.run(params, shared, producer)
+        elif warp < QUERY_WARP:
+            self.producer.run(params, shared, producer)
         else:
-            self.run_others(params, shared, thread)
-
-    @cute.jit
-    def run_others(self, params: XqaParams, shared: cutlass.Constexpr, thread: Int32) -> None:
-        """Runs the warps from `PRODUCER_WARP`."""
-        if cutlass.const_expr(self.query is None):
-            self.producer.run(params, shared, thread - Int32(32 * PRODUCER_WARP))
-        else:
-            if cute.arch.make_warp_uniform(thread >> 5) < QUERY_WARP:
-                self.producer.run(params, shared, thread - Int32(32 * PRODUCER_WARP))
-            else:
-                self.query.run(params, shared)
+            self.query.run(params, shared)
 
     @cute.jit
     def prepare(self, shared: cutlass.Constexpr, thread: Int32, warp: Int32) -> None:

@@ -9,7 +9,6 @@ A slot of scores needs no barrier of its own to be free again: P of its tile is 
 waited. Nor do the outputs: P of the first tile of a segment follows the end of the segment before.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -36,14 +35,10 @@ class MmaState(NamedTuple):
     o: PipelineState
 
 
-@dataclass(frozen=True)
-class MmaContext:
+class MmaContext(NamedTuple):
     shared: Rings
     tmem: Int32
     elected: Int32
-
-    def commit(self, barrier: Int32) -> None:
-        sm100.commit(barrier, self.elected)
 
 
 class MmaWarp:
@@ -76,9 +71,9 @@ class MmaWarp:
         for i in cutlass.range(1, count, unroll=1):
             state = self.scores(context, state)
             state = self.output(context, state, i > 1)
-        context.commit(q.empty(state.q))
+        sm100.commit(q.empty(state.q), context.elected)
         state = self.output(context, state, count > 1)
-        context.commit(o.full(state.o))
+        sm100.commit(o.full(state.o), context.elected)
         return state._replace(q=q.next(state.q), o=o.next(state.o))
 
     def scores(self, context: MmaContext, state: MmaState) -> MmaState:
@@ -97,9 +92,9 @@ class MmaWarp:
                 steps.append((column * spec.cols * line + within, q_column * columns * line + within))
             a, b = (sm100.matrix_descriptor(x, line=line) for x in (kv.address(ring_state), q.address(state.q)))
             sm100.mma(self.kind, target, a, b, descriptor, steps, context.elected, accumulate=piece > 0)
-            context.commit(kv.empty(ring_state))
+            sm100.commit(kv.empty(ring_state), context.elected)
             ring_state = kv.next(ring_state)
-        context.commit(s.full(state.s))
+        sm100.commit(s.full(state.s), context.elected)
         return state._replace(kv=ring_state, s=s.next(state.s))
 
     def output(self, context: MmaContext, state: MmaState, accumulate: Boolean) -> MmaState:
@@ -120,9 +115,9 @@ class MmaWarp:
             a = sm100.matrix_descriptor(kv.address(ring_state), spec.cols * spec.line, spec.line)
             b = sm100.matrix_descriptor(p.address(state.p), spec.cols * LINE)
             sm100.mma(self.kind, target, a, b, descriptor, steps, context.elected, accumulate=accumulate)
-            context.commit(kv.empty(ring_state))
+            sm100.commit(kv.empty(ring_state), context.elected)
             ring_state = kv.next(ring_state)
-        context.commit(p.empty(state.p))
+        sm100.commit(p.empty(state.p), context.elected)
         return state._replace(kv=ring_state, p=p.next(state.p))
 
     def wait_loaded(self, kv: Any, state: PipelineState) -> None:

@@ -1,4 +1,4 @@
-"""Operands of the products: lines in shared memory, and P and Q as sums of operands of 8 bits.
+"""Operands of the products: P and Q, of 8 bits as sums.
 
 K and V of 8 bits are operands as they are stored, which asks for 8 bits on the other side, too: a number is the sum of
 *terms* of few significant bits, which are columns of a product of their own, so that K and V are read once. A term is
@@ -10,20 +10,12 @@ from collections.abc import Iterator, Sequence
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.softmax import SLACK
-from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.umma.spec import E4M3, E5M2, XqaUmmaSpec
 
 UPPER_BYTES = -0x00FF0100  # of the halves of a word: 0xFF00FF00
 UPPER_OF_TWO = 0x7531  # selects the upper bytes of the halves of two words
-
-
-def in_lines(row: Int32, chunk: Int32, line: int) -> Int32:
-    """Returns the offset of a 16-byte chunk of a row in swizzled lines of 128 or 64 bytes."""
-    if line == LINE:
-        return swizzled(row, chunk, LINE)
-    return row * line + ((chunk ^ (row >> 1 & 3)) * CHUNK)
 
 
 def e4m3_terms(values: Sequence[Float32], terms: int) -> list[Int32]:

@@ -6,7 +6,7 @@ the async proxy: the MMA warp fences between its wait and its products.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -15,11 +15,10 @@ from cutlass import Boolean, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, WarpRole, start
 from cute_attn.kernels.blocks.rows import PackedRows
-from cute_attn.kernels.blocks.smem import CHUNK
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.pages import TokenPages, page_id, token_pages
 from cute_attn.kernels.xqa.parts.partition import Partition, Segment
-from cute_attn.kernels.xqa.umma.operands import in_lines
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 
@@ -73,7 +72,7 @@ class TokenRows:
         places = [page * page_stride + offset * stride for page, offset in zip(pages.pages, pages.offsets, strict=True)]
         token = tile * self.spec.cols + first - request.first_token
         length = request.kv_len - request.first_token
-        target = slot + in_lines(first, chunk, spec.line)
+        target = slot + swizzled(first, chunk, spec.line)
         for i in range(0, self.warp_rows, rows):
             source = isa.mad_wide(ptx.shuffle_from(places[i // 32], row + i % 32), Int32(CHUNK), start)
             size = ptx.select(isa.less_unsigned(token + i, length), Int32(CHUNK), Int32(0))
@@ -85,11 +84,10 @@ class TokenRows:
 class ProducerWarps:
     """Role of the producer warps."""
 
-    fills: ClassVar[tuple[str, ...]] = ("kv",)
-
     def __init__(self, spec: XqaUmmaSpec, memory: UmmaMemory) -> None:
         self.spec, self.memory = spec, memory
-        self.role = WarpRole("producer", WARPS, fills=dict.fromkeys(self.fills, 32 * WARPS))
+        filled = ("kv", "q") if spec.q_terms == 1 else ("kv",)
+        self.role = WarpRole("producer", WARPS, fills=dict.fromkeys(filled, 32 * WARPS))
 
     @cute.jit
     def run(self, p: Any, shared: cutlass.Constexpr, thread: Int32) -> None:
@@ -100,7 +98,8 @@ class ProducerWarps:
         while partition.overlaps(segment, share):
             split = partition.split(segment, share)
             if split.begin < split.end:
-                q = self.load_queries(p, shared.by_name["q"], q, partition.rows(segment), thread)
+                if cutlass.const_expr("q" in self.role.fills):
+                    q = self.load_queries(p, shared.by_name["q"], q, partition.rows(segment), thread)
                 table = isa.mad_wide(segment.first_page, Int32(4), p.table)
                 rows = TokenRows(self.spec, p, segment, table, partition.head(segment.unit), thread)
                 first = split.begin + segment.request.first_token // self.spec.cols
@@ -134,16 +133,6 @@ class ProducerWarps:
         return kv
 
     def load_queries(self, p: Any, ring: Ring, q: PipelineState, rows: PackedRows, thread: Int32) -> PipelineState:
-        """Loads Q of a segment, unless another warp does."""
-        return q
-
-
-class QkvProducerWarps(ProducerWarps):
-    """The same, with Q."""
-
-    fills = ("kv", "q")
-
-    def load_queries(self, p: Any, ring: Ring, q: PipelineState, rows: PackedRows, thread: Int32) -> PipelineState:
         """Copies the rows of a segment; those that do not exist become zeros."""
         ring.wait_empty(q)
         lanes, line = row_lanes(self.spec), self.spec.line
@@ -152,7 +141,7 @@ class QkvProducerWarps(ProducerWarps):
             row = thread // lanes + first
             size = ptx.select(rows.exists(row), Int32(CHUNK), Int32(0))
             source = rows.address(p.q, row, p.q_stride_n, p.q_stride_h) + Int64(chunk * CHUNK)
-            target = slot + in_lines(row, chunk, line)
+            target = slot + swizzled(row, chunk, line)
             for within in range(0, self.spec.head_dim * self.spec.item_bytes, line):
                 ptx.cp_async(target, within * self.spec.rows, source, within, size)
         ptx.cp_async_arrive(ring.full(q))

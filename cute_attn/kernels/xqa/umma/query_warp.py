@@ -13,10 +13,10 @@ from cutlass import Float32, Int32
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.pipeline import PipelineState, WarpRole, start
 from cute_attn.kernels.blocks.rows import PackedRows
-from cute_attn.kernels.blocks.smem import CHUNK
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.xqa.parts.partition import Partition
 from cute_attn.kernels.xqa.parts.softmax import log2_scale
-from cute_attn.kernels.xqa.umma.operands import e4m3_terms, in_lines
+from cute_attn.kernels.xqa.umma.operands import e4m3_terms
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 
@@ -88,7 +88,7 @@ class QueryWarp:
                 # Infinite numbers become NaN, as their scores would: x - x is 0 for all others.
                 values = [ptx.fma(x, factor, x - x) for x in chunk]
                 parts = zip(*(e4m3_terms(values[j : j + 4], self.spec.q_terms) for j in (0, 4)), strict=True)
-                at = slot + column + in_lines(self.row(step + i, lane), place, line) + half
+                at = slot + column + swizzled(self.row(step + i, lane), place, line) + half
                 for term, words in enumerate(parts):
                     ptx.st_shared_v2(at, term * self.spec.rows * line, words)
 
