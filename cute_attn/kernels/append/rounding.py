@@ -169,7 +169,7 @@ def scaled(values: list[Float32], power: Float32) -> list[Float32]:
 
 
 @dataclass(frozen=True)
-class Divisor:
+class Denominator:
     """few * scale, and about its reciprocal (0: all quotients are 0)."""
 
     few: Float32
@@ -177,18 +177,18 @@ class Divisor:
     reciprocal: Float32
 
 
-def divisor(few: Float32, scale: Float32) -> Divisor:
-    return Divisor(few, scale, ptx.reciprocal(multiply(few, scale)))
+def denominator(few: Float32, scale: Float32) -> Denominator:
+    return Denominator(few, scale, ptx.reciprocal(multiply(few, scale)))
 
 
-def above_midpoint(form: Format, x: Float32, code: Int32, by: Divisor) -> Int32:
+def above_midpoint(form: Format, x: Float32, code: Int32, by: Denominator) -> Int32:
     """Returns 1 if x >= 0 rounds to more than `code`, else 0. In a tie the even code wins."""
     midpoint = multiply(form.midpoint(code), -by.few)
     difference = ptx.bits(ptx.fma(midpoint, by.scale, x))
     return ptx.select(difference + (code & Int32(1)) > Int32(0), Int32(1), Int32(0))
 
 
-def nearest(conversion: Conversion, x: Float32, by: Divisor) -> Int32:
+def nearest(conversion: Conversion, x: Float32, by: Denominator) -> Int32:
     """Returns the code nearest to the quotient of x >= 0; that of the largest number for NaN."""
     code = conversion.below(x, by.reciprocal)
     largest = Int32(conversion.format.magnitude_bits - 1)  # e4m3: the last code is NaN
@@ -207,7 +207,7 @@ class Block:
         return ptx.magnitude(multiply(self.elements.at(self.address, index), self.power))
 
 
-def codes(conversion: Conversion, values: list[Float32], block: Block, by: Divisor) -> list[Int32]:
+def codes(conversion: Conversion, values: list[Float32], block: Block, by: Denominator) -> list[Int32]:
     """Returns words of the codes nearest to the quotients of a block's values."""
     size = conversion.format.per_word
     words = []
@@ -219,7 +219,7 @@ def codes(conversion: Conversion, values: list[Float32], block: Block, by: Divis
 
 @cute.jit
 def decided(
-    form: cutlass.Constexpr, low: Int32, high: Int32, block: Block, first: cutlass.Constexpr, by: Divisor
+    form: cutlass.Constexpr, low: Int32, high: Int32, block: Block, first: cutlass.Constexpr, by: Denominator
 ) -> Int32:
     """Decides where two bounds differ. These elements are rare: they are loaded again rather than kept by number."""
     words = low

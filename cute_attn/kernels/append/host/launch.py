@@ -23,7 +23,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 SLOTS = {PageTable: "pages", SlotMapping: "mapped", OwnRows: "rows"}
 # Tensors of indices that the kernel reads, in the order of the request's slots.
 INDICES = {"pages": ("batch_indices", "positions", "kv_indices", "kv_indptr"), "mapped": ("slot_mapping",), "rows": ()}
-SIDES = ("k_", "v_")
+SIDES = ("k", "v")
 
 
 class Layout(NamedTuple):
@@ -154,12 +154,12 @@ def _launches(gpu: Gpu, stored: str, slots: str, *plain: Any) -> tuple[Bound, Se
     names = {param.name for param in launch.artifact.params}
     fields: Fields = {**dict.fromkeys(names, 0), "k_units": 1, "v_units": 1, **_shared(layouts)}
     for i, side in enumerate(SIDES[: len(units)]):
-        fields |= {side + name: value for name, value in _operand(layouts, i, chosen.access, units[i]).items()}
+        fields |= {f"{side}_{name}": value for name, value in _operand(layouts, i, chosen.access, units[i]).items()}
     sides = SIDES[: len(layouts.rows)]
-    bound = [side + "source" for side in sides] + [side + "cache" for side in sides]
-    bound += [side + "sf" for side in sides[: len(layouts.block_scales)]]
+    bound = [*sides, *(f"{side}_cache" for side in sides)]
+    bound += [f"{side}_sf" for side in sides[: len(layouts.block_scales)]]
     bound += INDICES[layouts.slots]
-    bound += [side + "scale" for side in sides] + [side + "scale_address" for side in sides]
+    bound += [f"{side}_scale{part}" for part in ("", "_address") for side in sides]
     static = {name: fields[name] for name in names.difference(bound)}
     return launch.bind(static, bound), ((-(-items // THREADS), len(units), 1),)
 
