@@ -35,13 +35,17 @@ class PersistentProgram(AttentionProgram):
     rings_type = SmemRings
     gathered_kv = GatheredKV  # source of 16-bit rows that warps gather
     producer_type: type[Producer] = Producer
+    tile_type: Any  # made of the operands' dtype and the memory: products, and how they lie in registers
+    transform_type: Any = None  # `TransformWarps`, if any
 
-    def __init__(self, spec: PersistentSpec, memory: TileMemory, tile: Any, cta: OneCta = ONE_CTA) -> None:
-        self.spec, self.memory, self.tile, self.cta = spec, memory, tile, cta
+    def __init__(self, spec: PersistentSpec, memory: TileMemory, cta: OneCta = ONE_CTA) -> None:
+        self.spec, self.memory, self.cta = spec, memory, cta
+        self.tile = self.tile_type(spec.operand_dtype, memory)
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = memory.bytes
         self.cluster, self.min_ctas = cta.cluster or (1, 1, 1), spec.tile.per_sm
         self.producer = self.producer_type(self)
+        self.transform: Any = self.transform_type(self, spec, memory) if self.transform_type else None
 
     @property
     def roles(self) -> list[WarpRole]:

@@ -8,6 +8,8 @@ from cute_attn.kernels.blocks.smem_map import PersistentTile
 from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.spec import KernelSpec
 
+OPERAND = "float16"  # of products with K and V of fewer bits than q: `blocks.kv_dequant`
+
 
 @dataclass(frozen=True)
 class PersistentSpec(KernelSpec):
@@ -34,3 +36,13 @@ class PersistentSpec(KernelSpec):
     @property
     def fp8(self) -> bool:
         return self.dtype in FP8_DTYPES
+
+    @property
+    def operand_dtype(self) -> str:
+        """The dtype that the products multiply."""
+        return OPERAND if self.kv_dtype else self.dtype
+
+    @property
+    def normalizes_q(self) -> bool:
+        """Whether rows of q are converted to the dtype of converted keys and values."""
+        return self.operand_dtype != self.dtype

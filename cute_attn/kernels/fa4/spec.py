@@ -101,11 +101,6 @@ class Fa4Spec(PersistentSpec):
         return self.schedule == "items" and self.kv in ("dense", "paged") and not self.kv_dtype
 
     @property
-    def normalizes_q(self) -> bool:
-        """Whether rows of q are converted to the dtype of converted keys and values."""
-        return bool(self.kv_dtype) and self.dtype == "bfloat16"
-
-    @property
     def registers(self) -> tuple[int, int, int]:
         """Registers of a thread of the softmax warps, of the epilogue warps and of the single warps; their total is
         what the CTA was launched with.
