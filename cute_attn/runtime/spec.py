@@ -36,8 +36,20 @@ class Program(Protocol):
         """Launches the kernel, as a `@cute.jit` host function."""
 
 
+class Ruled:
+    """Record whose fields must agree with its `rules`: what must hold, in words, and whether it does."""
+
+    def rules(self) -> dict[str, bool]:
+        return {}
+
+    def __post_init__(self) -> None:
+        for rule, holds in self.rules().items():
+            if not holds:
+                raise ValueError(f"{self}: {rule}")
+
+
 @dataclass(frozen=True)
-class KernelSpec:
+class KernelSpec(Ruled):
     """Base of all specs, which hold everything that changes the generated code and nothing else. A subclass sets
     `kernel`.
     """

@@ -14,8 +14,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.attention_spec import OPERAND
 from cute_attn.kernels.blocks.dequant import Fp8
-from cute_attn.kernels.blocks.persistent_spec import OPERAND
 from cute_attn.kernels.blocks.pipeline import SmemRings, start
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.smem_map import StagedKvMemory

@@ -12,11 +12,11 @@ from cutlass import BFloat16, Float32, GridConstant, Int32, Int64
 from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
 
 from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.attention_spec import PersistentSpec
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, ScaledPartialEpilogue
 from cute_attn.kernels.blocks.kv_sources import GatheredKV
 from cute_attn.kernels.blocks.masks import KeyBounds, PackedMask, TileOrder
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
-from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.pipeline import SmemRings, WarpRole
 from cute_attn.kernels.blocks.producer import ONE_CTA, OneCta, Producer
 from cute_attn.kernels.blocks.program import AttentionProgram, Epilogues

@@ -1,4 +1,4 @@
-"""Compile key of persistent kernels with TMA and specialised warps, as far as their families share it."""
+"""What compile keys of the attention kernels share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ OPERAND = "float16"  # of products with K and V of fewer bits than q: `blocks.kv
 
 
 @dataclass(frozen=True)
-class PersistentSpec(KernelSpec):
-    """Spec of a persistent kernel; a family adds its `tile`. Causal and window bounds, GQA group, strides, lengths and
-    page size are run-time values.
+class AttentionSpec(KernelSpec):
+    """Spec of an attention kernel; a family adds its `tile`. Causal and window bounds, GQA group, strides, lengths,
+    page size and scales are run-time values.
     """
 
     dtype: str
@@ -22,20 +22,26 @@ class PersistentSpec(KernelSpec):
     head_dim_qk: int
     head_dim_vo: int
     mask: str = "stop"  # "stop": length and causal bounds; "band": the window's too; "packed": custom bits and the band
-    # ^ "multi_item": the band without the keys between a prefix and the row's own item
+    # ^ "multi_item": the band without the keys between a prefix and the row's own item; "ranges": the band, and a range
+    # ^ of each token
     scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
     split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
     schedule: str = "grid"  # "grid": one request, tiles by arithmetic; "items": work items of a batch
-    kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order, by TMA; "gathered": by row
-    kv_dtype: str = ""  # of `KV_BITS`, "" or of 8 bits
+    kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order; "gathered": those, by row
+    kv_dtype: str = ""  # of `KV_BITS`
+
+    @property
+    def fp8(self) -> bool:
+        """Whether q, k and v are fp8, multiplied as they are."""
+        return self.dtype in FP8_DTYPES
+
+
+class PersistentSpec(AttentionSpec):
+    """Spec of a persistent kernel with TMA and specialised warps."""
 
     @property
     def tile(self) -> PersistentTile:
         raise NotImplementedError
-
-    @property
-    def fp8(self) -> bool:
-        return self.dtype in FP8_DTYPES
 
     @property
     def operand_dtype(self) -> str:
