@@ -103,6 +103,7 @@ def drawn(records: Sequence[Record], svg: bool) -> str:
 def barrier_names(record: Record) -> dict[int, str]:
     """Returns names of mbarriers by address in shared memory: "k full 0". Empty for families without rings."""
     from cute_attn.emulator.memory import SHARED_START
+    from cute_attn.kernels.blocks.smem_map import RingMemory
     from cute_attn.kernels.catalog import from_dict
     from cute_attn.kernels.fa3.smem import HopperMemory
     from cute_attn.kernels.fa3.spec import Fa3Spec
@@ -111,9 +112,9 @@ def barrier_names(record: Record) -> dict[int, str]:
 
     spec = from_dict(record.spec)
     if isinstance(spec, Fa3Spec):
-        smem = HopperMemory.of(spec).map
+        smem: RingMemory = HopperMemory.of(spec)
     elif isinstance(spec, Fa4Spec):
-        smem = BlackwellMemory.of(spec).map
+        smem = BlackwellMemory.of(spec)
     else:
         return {}
     found = {}
