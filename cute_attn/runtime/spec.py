@@ -57,6 +57,11 @@ class KernelSpec(Ruled):
     kernel: ClassVar[str]
     needs_mma: ClassVar[bool] = True
 
+    @property
+    def operands(self) -> str:
+        """What the operands are, where a family has several kernels and this is not the plain one."""
+        return ""
+
     def asdict(self) -> dict[str, Any]:
         return {"kernel": self.kernel, **dataclasses.asdict(self)}
 

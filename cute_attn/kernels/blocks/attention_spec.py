@@ -35,6 +35,10 @@ class AttentionSpec(KernelSpec):
         """Whether q, k and v are fp8, multiplied as they are."""
         return self.dtype in FP8_DTYPES
 
+    @property
+    def operands(self) -> str:
+        return "fp8" if self.fp8 else ""
+
 
 class PersistentSpec(AttentionSpec):
     """Spec of a persistent kernel with TMA and specialised warps."""
@@ -42,6 +46,11 @@ class PersistentSpec(AttentionSpec):
     @property
     def tile(self) -> PersistentTile:
         raise NotImplementedError
+
+    @property
+    def operands(self) -> str:
+        narrow = "nvfp4" if self.kv_dtype == "nvfp4" else "fp8_kv" if self.kv_dtype else ""
+        return super().operands or narrow
 
     @property
     def operand_dtype(self) -> str:

@@ -87,6 +87,10 @@ class Fa3Spec(PersistentSpec):
         return {rule: plain_window or not self.tile.from_first_key}
 
     @property
+    def operands(self) -> str:
+        return "rope" if self.pos_encoding == "rope" else super().operands
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer and of an MMA thread; their total is what the CTA was launched with."""
         if self.tile.transform_warps > 3:
