@@ -91,7 +91,6 @@ class PlanProgram(GridProgram):
     @cute.jit
     def clear(self, cta: cutlass.Constexpr, records: Int64, ints: cutlass.Constexpr, used: Int32, old: Int32) -> None:
         """Zeroes the records [used, old), which the schedule before has left."""
-        word, end, zero = used * Int32(ints // 4) + cta.thread, old * Int32(ints // 4), Int32(0)
-        while word < end:
-            ptx.st_global_v4(records + Int64(word) * Int64(16), 0, [zero, zero, zero, zero])
-            word = word + Int32(THREADS)
+        first, end = used * Int32(ints // 4) + cta.thread, old * Int32(ints // 4)
+        for word in cutlass.range(first, end, THREADS):
+            ptx.st_global_v4(records + Int64(word) * Int64(16), 0, [Int32(0) for _ in range(4)])
