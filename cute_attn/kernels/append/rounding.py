@@ -8,14 +8,13 @@ A midpoint of neighbouring codes times `few` is exact in fp32, so that one fma h
 x - midpoint * few * scale: it rounds once, and cannot underflow after `GlobalScale` has moved extreme scales.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_attn.kernels.append.memory import Elements
 from cute_attn.kernels.blocks import ptx
 from cute_attn.runtime.arch import named
 
@@ -195,31 +194,27 @@ def nearest(conversion: Conversion, x: Float32, by: Denominator) -> Int32:
     return ptx.minimum(code + above_midpoint(conversion.format, x, code, by), largest)
 
 
-@dataclass(frozen=True)
-class Block:
-    """16 elements in memory, multiplied by `power` when they are loaded."""
-
-    elements: Elements
-    address: Int64
-    power: Float32
-
-    def magnitude(self, index: Int32) -> Float32:
-        return ptx.magnitude(multiply(self.elements.at(self.address, index), self.power))
+Magnitudes = Callable[[Int32], Float32]  # of elements, which are loaded from memory, by index
 
 
-def codes(conversion: Conversion, values: list[Float32], block: Block, by: Denominator) -> list[Int32]:
-    """Returns words of the codes nearest to the quotients of a block's values."""
+def codes(conversion: Conversion, values: list[Float32], magnitudes: Magnitudes, by: Denominator) -> list[Int32]:
+    """Returns words of the codes nearest to the quotients of values, whose `magnitudes` memory has."""
     size = conversion.format.per_word
     words = []
     for first in range(0, len(values), size):
         low, high = conversion.bounds(values[first : first + size], by.reciprocal)
-        words.append(decided(conversion.format, low, high, block, first, by))
+        words.append(decided(conversion.format, low, high, magnitudes, first, by))
     return words
 
 
 @cute.jit
 def decided(
-    form: cutlass.Constexpr, low: Int32, high: Int32, block: Block, first: cutlass.Constexpr, by: Denominator
+    form: cutlass.Constexpr,
+    low: Int32,
+    high: Int32,
+    magnitudes: cutlass.Constexpr,
+    first: cutlass.Constexpr,
+    by: Denominator,
 ) -> Int32:
     """Decides where two bounds differ. These elements are rare: they are loaded again rather than kept by number."""
     words = low
@@ -228,7 +223,7 @@ def decided(
         lowest = open_ & -open_
         bit = ptx.asm("bfind.u32 $0, $1;", [Int32], [lowest], pure=True)
         code = (low >> bit) & Int32(form.magnitude_bits)
-        x = block.magnitude(first + bit // form.bits)
+        x = magnitudes(first + bit // form.bits)
         words = words + (above_midpoint(form, x, code, by) << bit)
         open_ = open_ ^ lowest
     return words

@@ -12,9 +12,9 @@ from cute_attn.kernels.append.rounding import (
     E2M1,
     E4M3,
     FP8,
-    Block,
     Denominator,
     GlobalScale,
+    Magnitudes,
     codes,
     conversion,
     denominator,
@@ -105,20 +105,20 @@ class QuantisedUnit:
     def __init__(self, spec: AppendSpec) -> None:
         self.dtype, self.vector = spec.dtype, spec.access == VECTOR
 
-    def load(self, operand: Operand, row: Int64, unit: Int32) -> list[Float32]:
-        return Elements(self.dtype, operand.source.step).block(self.address(operand, row, unit), self.vector)
-
-    def address(self, operand: Operand, row: Int64, unit: Int32) -> Int64:
-        """Returns the address of a unit's first element."""
+    def elements(self, operand: Operand, row: Int64, unit: Int32) -> Elements:
         step = Int64(ITEMSIZE[self.dtype]) if self.vector else operand.source.step
-        return ptx.mad_u32(unit * Int32(BLOCK), step, row)
+        return Elements(self.dtype, ptx.mad_u32(unit * Int32(BLOCK), step, row), step)
+
+    def load(self, operand: Operand, row: Int64, unit: Int32) -> list[Float32]:
+        return self.elements(operand, row, unit).block(self.vector)
 
     def scale(self, operand: Operand) -> GlobalScale:
         return global_scale(*operand.scale)
 
-    def block(self, operand: Operand, source: Source, power: Float32) -> Block:
-        step = Int64(ITEMSIZE[self.dtype]) if self.vector else operand.source.step
-        return Block(Elements(self.dtype, step), self.address(operand, source.row, source.unit), power)
+    def magnitudes(self, operand: Operand, source: Source, power: Float32) -> Magnitudes:
+        """Returns what loads the magnitude of an element again, times `power`."""
+        elements = self.elements(operand, source.row, source.unit)
+        return lambda index: ptx.magnitude(multiply(elements.at(index), power))
 
 
 class Nvfp4Unit(QuantisedUnit):
@@ -135,7 +135,7 @@ class Nvfp4Unit(QuantisedUnit):
         scale_code = nearest(self.e4m3, largest, denominator(Float32(E2M1.largest), scale.value))
         by = denominator(E4M3.value(scale_code), scale.value)
         by = Denominator(by.few, by.scale, ptx.select(scale_code == 0, Float32(0.0), by.reciprocal))
-        words = codes(self.e2m1, values, self.block(operand, source, scale.power), by)
+        words = codes(self.e2m1, values, self.magnitudes(operand, source, scale.power), by)
         store_words(operand.cache.of(slot, head) + Int64(source.unit) * Int64(BLOCK // 2), words, self.vector)
         store(operand.sf.of(slot, head) + Int64(source.unit), 1, [scale_code])
 
@@ -150,7 +150,7 @@ class Fp8Unit(QuantisedUnit):
     def store(self, operand: Operand, scale: Any, source: Source, slot: Slot, head: Int32) -> None:
         values = scaled(replaced_nan(source.loaded, max_magnitude(source.loaded), 0x7F800000), scale.power)
         by = denominator(Float32(1.0), scale.value)
-        words = codes(self.fp8, values, self.block(operand, source, scale.power), by)
+        words = codes(self.fp8, values, self.magnitudes(operand, source, scale.power), by)
         store_words(operand.cache.of(slot, head) + Int64(source.unit) * Int64(BLOCK), words, self.vector)
 
 
