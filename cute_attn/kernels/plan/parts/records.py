@@ -241,8 +241,8 @@ class Records:
         ptx.sync_threads()
         least_tokens = wide_quotient(total_kv - Int64(1), Int64(SORT_BINS)) + Int64(1)
         tokens = ptx.maximum(Int64(p.l2_kv_tokens), least_tokens)
-        carry = Int64(0)
-        for first in cutlass.range(0, p.batch_size, THREADS):
+        carry, first = Int64(0), Int32(0)
+        while first < p.batch_size:
             position = first + cta.thread
             kv_len, i = Int64(0), Int32(0)
             if position < p.batch_size:
@@ -253,4 +253,5 @@ class Records:
                 end = ptx.maximum(carry + before + kv_len - Int64(1), Int64(0))
                 ptx.st_global_b32(p.groups + Int64(i) * Int64(4), 0, Int32(wide_quotient(end, tokens)))
             carry = carry + total
+            first = first + Int32(THREADS)
         ptx.sync_threads()
