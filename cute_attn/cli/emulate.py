@@ -103,7 +103,6 @@ def drawn(records: Sequence[Record], svg: bool) -> str:
 def barrier_names(record: Record) -> dict[int, str]:
     """Returns names of mbarriers by address in shared memory: "k full 0". Empty for families without rings."""
     from cute_attn.emulator.memory import SHARED_START
-    from cute_attn.kernels.blocks.smem_map import RingMemory
     from cute_attn.kernels.catalog import from_dict
     from cute_attn.kernels.fa3.smem import HopperMemory
     from cute_attn.kernels.fa3.spec import Fa3Spec
@@ -111,12 +110,9 @@ def barrier_names(record: Record) -> dict[int, str]:
     from cute_attn.kernels.fa4.spec import Fa4Spec
 
     spec = from_dict(record.spec)
-    if isinstance(spec, Fa3Spec):
-        smem: RingMemory = HopperMemory.of(spec)
-    elif isinstance(spec, Fa4Spec):
-        smem = BlackwellMemory.of(spec)
-    else:
+    if not isinstance(spec, Fa3Spec | Fa4Spec):
         return {}
+    smem = HopperMemory.of(spec) if isinstance(spec, Fa3Spec) else BlackwellMemory.of(spec)
     found = {}
     for ring in smem.rings:
         names = [f"{ring.name} {state} {stage}" for state in ("full", "empty") for stage in range(ring.stages)]
