@@ -6,7 +6,7 @@ import importlib
 
 from cute_attn.runtime.spec import KernelSpec, Program
 
-# Module and class, by the name of the kernel and what its operands are.
+# Module and class, by the name of the kernel and, of attention kernels, what its operands are.
 _PROGRAMS = {
     ("fa2", ""): "cute_attn.kernels.fa2.kernel:Fa2Program",
     ("fa2", "fp8"): "cute_attn.kernels.fa2.fp8:Fp8Program",
@@ -31,7 +31,7 @@ _PROGRAMS = {
 
 def program(spec: KernelSpec, arch: str) -> Program:
     """The traceable kernel of `spec` for `arch` ("sm_90a", ...). TypeError for a spec of no family."""
-    place = _PROGRAMS.get((spec.kernel, spec.operands))
+    place = _PROGRAMS.get((spec.kernel, getattr(spec, "operands", "")))
     if place is None:
         raise TypeError(f"no program for {spec!r}")
     module, _, name = place.partition(":")

@@ -36,31 +36,14 @@ class Program(Protocol):
         """Launches the kernel, as a `@cute.jit` host function."""
 
 
-class Ruled:
-    """Record whose fields must agree with its `rules`: what must hold, in words, and whether it does."""
-
-    def rules(self) -> dict[str, bool]:
-        return {}
-
-    def __post_init__(self) -> None:
-        for rule, holds in self.rules().items():
-            if not holds:
-                raise ValueError(f"{self}: {rule}")
-
-
 @dataclass(frozen=True)
-class KernelSpec(Ruled):
+class KernelSpec:
     """Base of all specs, which hold everything that changes the generated code and nothing else. A subclass sets
     `kernel`.
     """
 
     kernel: ClassVar[str]
     needs_mma: ClassVar[bool] = True
-
-    @property
-    def operands(self) -> str:
-        """What the operands are, where a family has several kernels and this is not the plain one."""
-        return ""
 
     def asdict(self) -> dict[str, Any]:
         return {"kernel": self.kernel, **dataclasses.asdict(self)}

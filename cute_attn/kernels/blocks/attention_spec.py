@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_attn.kernels.blocks.smem_map import PersistentTile
-from cute_attn.kernels.formats import FP8_DTYPES
+from cute_attn.kernels.formats import FP8_DTYPES, Ruled
 from cute_attn.runtime.spec import KernelSpec
 
 OPERAND = "float16"  # of products with K and V of fewer bits than q: `blocks.kv_dequant`
 
 
 @dataclass(frozen=True)
-class AttentionSpec(KernelSpec):
+class AttentionSpec(Ruled, KernelSpec):
     """Spec of an attention kernel; a family adds its `tile`. Causal and window bounds, GQA group, strides, lengths,
     page size and scales are run-time values.
     """
@@ -37,6 +37,7 @@ class AttentionSpec(KernelSpec):
 
     @property
     def operands(self) -> str:
+        """What the operands are, where the family has several kernels and this is not the plain one."""
         return "fp8" if self.fp8 else ""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cute_attn.kernels.blocks.attention_spec import AttentionSpec
-from cute_attn.runtime.spec import Ruled
+from cute_attn.kernels.formats import Ruled
 
 
 @dataclass(frozen=True)

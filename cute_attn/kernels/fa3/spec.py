@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cute_attn.kernels.blocks.attention_spec import PersistentSpec
-from cute_attn.runtime.spec import Ruled
+from cute_attn.kernels.formats import Ruled
 
 # Registers of a producer and of an MMA thread by MMA warpgroups, where several CTAs share an SM.
 SHARED_SM = {(1, 2): (24, 232), (1, 3): (24, 136), (1, 4): (24, 104), (2, 2): (24, 104)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cute_attn.kernels.blocks.attention_spec import PersistentSpec
-from cute_attn.runtime.spec import Ruled
+from cute_attn.kernels.formats import Ruled
 
 QUERY_TILE_ROWS = 128  # of a product: all lanes of tensor memory
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from cute_attn.kernels.formats import KV_BITS
+from cute_attn.kernels.formats import KV_BITS, Ruled
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
@@ -43,7 +43,7 @@ def padded_dim(head_dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class DecodeSpec(KernelSpec):
+class DecodeSpec(Ruled, KernelSpec):
     """What partition, merge, masks and host ask of every decode kernel. GQA group, page size, strides, lengths, window,
     scales and sinks are run-time values."""
 
