@@ -166,12 +166,12 @@ class MmaWarpgroup:
 
     def scores(self, state: PipelineState) -> list[Float32]:
         """Start S = Q K^T."""
-        spec = self.memory.spec
+        spec, columns = self.place.spec, self.memory.spec.columns
         for index in range(HALVES):
             self.rings.half(index).wait_full(state)
         tma.fence_async()  # once for both: it takes longer than the second wait
         q, k = (sm90.descriptor(address, 0) for address in (self.rings.q.data, self.half.address(state)))
-        steps = range(spec.columns // 16)
+        steps = range(columns // 16)
         a = sm90.MatrixA([], cute.arch.make_warp_uniform(q), [sm90.operand_offset(step, spec.rows) for step in steps])
         offsets = [sm90.operand_offset(step, spec.cols) for step in steps]
         k = cute.arch.make_warp_uniform(k)
