@@ -145,7 +145,7 @@ SHARED_MODULES = ("problem", "errors")
 
 # Files of plain data, which need no DSL: of a kernel family, and of the blocks that families share.
 SPEC_FILES = ("spec", "tiles", "smem", "default_specs")
-BLOCK_DATA = ("smem_map", "persistent_spec", "tiles", "default_specs")
+BLOCK_DATA = ("smem_map", "attention_spec", "tiles", "default_specs")
 TYPES = {"problem", "errors"}
 SPECS = {f"kernels.{family}.spec" for family in FAMILIES}
 KERNELS = {f"kernels.{family}.kernel" for family in FAMILIES}

@@ -111,7 +111,7 @@ def barrier_names(record: Record) -> dict[int, str]:
     layout = layouts.get(record.spec["kernel"])
     if layout is None:
         return {}
-    smem = layout.of(from_dict(record.spec)).map
+    smem = layout.of(from_dict(record.spec))
     found = {}
     for ring in smem.rings:
         names = [f"{ring.name} {state} {stage}" for state in ("full", "empty") for stage in range(ring.stages)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -10,12 +10,12 @@ from cute_attn.kernels.append.spec import AppendSpec
 from cute_attn.kernels.append.spec import default_specs as append_specs
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.default_specs import default_specs as fa2_specs
-from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
+from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.fa3.default_specs import default_specs as fa3_specs
-from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
+from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.fa3.tiles import ARCH as FA3_ARCH
 from cute_attn.kernels.fa4.default_specs import default_specs as fa4_specs
-from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
+from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.fa4.tiles import ARCHS as FA4_ARCHS
 from cute_attn.kernels.mla.spec import HopperMlaSpec, MlaSpec
 from cute_attn.kernels.mla.tiles import default_specs as mla_specs
@@ -31,18 +31,18 @@ _SPECS = (
     *(AppendSpec, PlanSpec, LengthsSpec),
 )
 SPEC_TYPES: dict[str, type[KernelSpec]] = {cls.kernel: cls for cls in _SPECS}
-TILE_TYPES: dict[type[KernelSpec], Callable[..., Any]] = {Fa2Spec: Tile, Fa3Spec: HopperTile, Fa4Spec: BlackwellTile}
 
 
 def from_dict(data: dict[str, Any]) -> KernelSpec:
     """Inverts `KernelSpec.asdict`, also after a round trip through JSON."""
     fields = dict(data)
-    cls = SPEC_TYPES[fields.pop("kernel")]
+    cls: Any = SPEC_TYPES[fields.pop("kernel")]
     if "tile" in fields:
-        fields["tile"] = TILE_TYPES[cls](**fields["tile"])
+        fields["tile"] = type(cls.tile)(**fields["tile"])
     if isinstance(fields.get("scores"), Sequence):
         fields["scores"] = tuple(fields["scores"])
-    return cls(**fields)
+    made: KernelSpec = cls(**fields)
+    return made
 
 
 def default_specs(arch_name: str) -> list[KernelSpec]:

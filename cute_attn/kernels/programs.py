@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib
 
-from cute_attn.kernels.fa2.spec import Fa2Spec
-from cute_attn.kernels.fa3.spec import Fa3Spec
-from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.runtime.spec import KernelSpec, Program
 
-# Module and class, by the name of the kernel and, of fa2, fa3 and fa4, what its operands are.
+# Module and class, by the name of the kernel and, of attention kernels, what its operands are.
 _PROGRAMS = {
     ("fa2", ""): "cute_attn.kernels.fa2.kernel:Fa2Program",
     ("fa2", "fp8"): "cute_attn.kernels.fa2.fp8:Fp8Program",
@@ -34,20 +31,9 @@ _PROGRAMS = {
 
 def program(spec: KernelSpec, arch: str) -> Program:
     """The traceable kernel of `spec` for `arch` ("sm_90a", ...). TypeError for a spec of no family."""
-    place = _PROGRAMS.get((spec.kernel, _operands(spec)))
+    place = _PROGRAMS.get((spec.kernel, getattr(spec, "operands", "")))
     if place is None:
         raise TypeError(f"no program for {spec!r}")
     module, _, name = place.partition(":")
     made: Program = getattr(importlib.import_module(module), name)(spec, arch)
     return made
-
-
-def _operands(spec: KernelSpec) -> str:
-    """What the operands of fa2, fa3 and fa4 are, if not those of their plain kernel."""
-    if not isinstance(spec, Fa2Spec | Fa3Spec | Fa4Spec):
-        return ""
-    if spec.fp8 or isinstance(spec, Fa2Spec):  # fa2's plain kernel converts K and V, and rotates
-        return "fp8" if spec.fp8 else ""
-    if isinstance(spec, Fa3Spec) and spec.pos_encoding == "rope":
-        return "rope"
-    return "nvfp4" if spec.kv_dtype == "nvfp4" else "fp8_kv" if spec.kv_dtype else ""

@@ -16,7 +16,7 @@ import pytest
 
 from cute_attn.cli.specs import failures, label
 from cute_attn.kernels import catalog
-from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
+from cute_attn.kernels.blocks.attention_spec import PersistentSpec
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.programs import program
 from cute_attn.runtime import artifacts

@@ -136,17 +136,16 @@ def test_regions_of_every_kernel(memory: HopperMemory) -> None:
     """No two overlap, swizzled slots start at whole swizzle atoms (packed NVFP4 rows are not swizzled), barriers and
     records are aligned.
     """
-    smem_map = memory.map
-    regions = list(smem_map.regions.values())
+    regions = list(memory.regions.values())
     for before, after in itertools.pairwise(regions):
         assert before.offset + before.bytes <= after.offset
-    for ring in smem_map.rings:
+    for ring in memory.rings:
         packed = isinstance(memory, Nvfp4KvMemory) and ring.name.startswith("staged")
         slot_alignment = 128 if packed else 1024
-        assert smem_map.offset(ring.name) % slot_alignment == 0
+        assert memory.offset(ring.name) % slot_alignment == 0
         assert ring.slot_bytes % slot_alignment == 0
-        assert smem_map.barriers(ring.name) % 8 == 0
-    assert smem_map.offset("records") % 64 == 0
+        assert memory.barriers(ring.name) % 8 == 0
+    assert memory.offset("records") % 64 == 0
     assert memory.bytes <= named("sm_90a").smem_limit
 
 
@@ -189,7 +188,7 @@ ALONE, PAIR = (BlackwellTile(query_tiles=1, cols=128, ctas=ctas) for ctas in (1,
 
 
 def test_a_cta_of_a_pair_holds_its_own_queries_and_half_of_k_and_v() -> None:
-    alone, pair = (BlackwellMemory(tile, 256, 256).map for tile in (ALONE, PAIR))
+    alone, pair = (BlackwellMemory(tile, 256, 256) for tile in (ALONE, PAIR))
     assert pair.ring("q").slot_bytes == alone.ring("q").slot_bytes
     for operand in "kv":
         assert 2 * pair.ring(operand).slot_bytes == alone.ring(operand).slot_bytes

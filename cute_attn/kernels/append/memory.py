@@ -33,21 +33,22 @@ def store_words(address: Int64, words: list[Int32], whole: bool) -> None:
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of `dtype`, `step` bytes apart."""
+    """Elements of `dtype` from `address`, `step` bytes apart."""
 
     dtype: str
+    address: Int64
     step: Int64
 
-    def at(self, address: Int64, index: Int32) -> Float32:
-        """Loads element `index` from `address`."""
-        (word,) = load(ptx.mad_u32(index, self.step, address), ITEMSIZE[self.dtype])
+    def at(self, index: Int32) -> Float32:
+        """Loads element `index`."""
+        (word,) = load(ptx.mad_u32(index, self.step, self.address), ITEMSIZE[self.dtype])
         return ptx.from_bits(word) if self.dtype == "float32" else ptx.unpack_16(self.dtype, word)[0]
 
-    def block(self, address: Int64, vector: bool) -> list[Float32]:
+    def block(self, vector: bool) -> list[Float32]:
         """Loads 16 elements, by 16 bytes if `vector` says that address and step allow it."""
         if not vector:
-            return [self.at(address, Int32(i)) for i in range(BLOCK)]
-        words = [w for i in range(0, BLOCK * ITEMSIZE[self.dtype], 16) for w in load(address + Int64(i), 16)]
+            return [self.at(Int32(i)) for i in range(BLOCK)]
+        words = [w for i in range(0, BLOCK * ITEMSIZE[self.dtype], 16) for w in load(self.address + Int64(i), 16)]
         if self.dtype == "float32":
             return [ptx.from_bits(word) for word in words]
         return ptx.unpack_pairs(self.dtype, words)

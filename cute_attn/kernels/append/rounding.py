@@ -8,14 +8,13 @@ A midpoint of neighbouring codes times `few` is exact in fp32, so that one fma h
 x - midpoint * few * scale: it rounds once, and cannot underflow after `GlobalScale` has moved extreme scales.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_attn.kernels.append.memory import Elements
 from cute_attn.kernels.blocks import ptx
 from cute_attn.runtime.arch import named
 
@@ -169,7 +168,7 @@ def scaled(values: list[Float32], power: Float32) -> list[Float32]:
 
 
 @dataclass(frozen=True)
-class Divisor:
+class Denominator:
     """few * scale, and about its reciprocal (0: all quotients are 0)."""
 
     few: Float32
@@ -177,49 +176,45 @@ class Divisor:
     reciprocal: Float32
 
 
-def divisor(few: Float32, scale: Float32) -> Divisor:
-    return Divisor(few, scale, ptx.reciprocal(multiply(few, scale)))
+def denominator(few: Float32, scale: Float32) -> Denominator:
+    return Denominator(few, scale, ptx.reciprocal(multiply(few, scale)))
 
 
-def above_midpoint(form: Format, x: Float32, code: Int32, by: Divisor) -> Int32:
+def above_midpoint(form: Format, x: Float32, code: Int32, by: Denominator) -> Int32:
     """Returns 1 if x >= 0 rounds to more than `code`, else 0. In a tie the even code wins."""
     midpoint = multiply(form.midpoint(code), -by.few)
     difference = ptx.bits(ptx.fma(midpoint, by.scale, x))
     return ptx.select(difference + (code & Int32(1)) > Int32(0), Int32(1), Int32(0))
 
 
-def nearest(conversion: Conversion, x: Float32, by: Divisor) -> Int32:
+def nearest(conversion: Conversion, x: Float32, by: Denominator) -> Int32:
     """Returns the code nearest to the quotient of x >= 0; that of the largest number for NaN."""
     code = conversion.below(x, by.reciprocal)
     largest = Int32(conversion.format.magnitude_bits - 1)  # e4m3: the last code is NaN
     return ptx.minimum(code + above_midpoint(conversion.format, x, code, by), largest)
 
 
-@dataclass(frozen=True)
-class Block:
-    """16 elements in memory, multiplied by `power` when they are loaded."""
-
-    elements: Elements
-    address: Int64
-    power: Float32
-
-    def magnitude(self, index: Int32) -> Float32:
-        return ptx.magnitude(multiply(self.elements.at(self.address, index), self.power))
+Magnitudes = Callable[[Int32], Float32]  # of elements, which are loaded from memory, by index
 
 
-def codes(conversion: Conversion, values: list[Float32], block: Block, by: Divisor) -> list[Int32]:
-    """Returns words of the codes nearest to the quotients of a block's values."""
+def codes(conversion: Conversion, values: list[Float32], magnitudes: Magnitudes, by: Denominator) -> list[Int32]:
+    """Returns words of the codes nearest to the quotients of values, whose `magnitudes` memory has."""
     size = conversion.format.per_word
     words = []
     for first in range(0, len(values), size):
         low, high = conversion.bounds(values[first : first + size], by.reciprocal)
-        words.append(decided(conversion.format, low, high, block, first, by))
+        words.append(decided(conversion.format, low, high, magnitudes, first, by))
     return words
 
 
 @cute.jit
 def decided(
-    form: cutlass.Constexpr, low: Int32, high: Int32, block: Block, first: cutlass.Constexpr, by: Divisor
+    form: cutlass.Constexpr,
+    low: Int32,
+    high: Int32,
+    magnitudes: cutlass.Constexpr,
+    first: cutlass.Constexpr,
+    by: Denominator,
 ) -> Int32:
     """Decides where two bounds differ. These elements are rare: they are loaded again rather than kept by number."""
     words = low
@@ -228,7 +223,7 @@ def decided(
         lowest = open_ & -open_
         bit = ptx.asm("bfind.u32 $0, $1;", [Int32], [lowest], pure=True)
         code = (low >> bit) & Int32(form.magnitude_bits)
-        x = block.magnitude(first + bit // form.bits)
+        x = magnitudes(first + bit // form.bits)
         words = words + (above_midpoint(form, x, code, by) << bit)
         open_ = open_ ^ lowest
     return words

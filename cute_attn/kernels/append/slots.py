@@ -6,7 +6,7 @@ indices go nowhere. No memory outside the index tensors and the cache is accesse
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -15,13 +15,20 @@ from cutlass import Boolean, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 
 
-def index(address: Int64, step: Int64, wide: Int32, i: Int32) -> Int32:
-    """Loads index i of a tensor of int32, or of int64 if `wide` is not 0; -1 if it does not fit 32 bits."""
-    place = ptx.mad_u32(i, step, address)
-    low = ptx.ld_global_u32(place)
-    high = ptx.load_word_if(wide != Int32(0), place + Int64(4))
-    fits = cutlass.or_(wide == Int32(0), high == (low >> 31))
-    return ptx.select(fits, low, Int32(-1))
+class Indices(NamedTuple):
+    """Tensor of int32, or of int64 if `wide` is not 0; `step`: bytes from an index to the next."""
+
+    address: Int64
+    step: Int64
+    wide: Int32
+
+    def at(self, i: Int32) -> Int32:
+        """Loads index i; -1 if it does not fit 32 bits."""
+        place = ptx.mad_u32(i, self.step, self.address)
+        low = ptx.ld_global_u32(place)
+        high = ptx.load_word_if(self.wide != Int32(0), place + Int64(4))
+        fits = cutlass.or_(self.wide == Int32(0), high == (low >> 31))
+        return ptx.select(fits, low, Int32(-1))
 
 
 @dataclass(frozen=True)
@@ -36,17 +43,17 @@ class Slot:
 @cute.jit
 def by_page_table(p: Any, row: Int32) -> Slot:
     """Returns the slot of a row by its request and position."""
-    request = index(p.batch_indices, p.batch_indices_step, p.batch_indices_wide, row)
-    position = index(p.positions, p.positions_step, p.positions_wide, row)
+    request = p.batch_indices.at(row)
+    position = p.positions.at(row)
     exists, page, offset = Boolean(False), Int32(0), Int32(0)
     if cutlass.and_(cutlass.and_(request >= 0, request < p.batch_size), position >= 0):
-        begin = index(p.kv_indptr, p.kv_indptr_step, p.kv_indptr_wide, request)
-        end = index(p.kv_indptr, p.kv_indptr_step, p.kv_indptr_wide, request + 1)
+        begin = p.kv_indptr.at(request)
+        end = p.kv_indptr.at(request + 1)
         number = p.page_size.quotient(position)
         has_page = cutlass.and_(cutlass.and_(begin >= 0, begin < end), number < end - begin)
         entry = begin + number
         if cutlass.and_(has_page, entry < p.num_indices):
-            page = index(p.kv_indices, p.kv_indices_step, p.kv_indices_wide, entry)
+            page = p.kv_indices.at(entry)
             offset = position - number * p.page_size.value
             exists = cutlass.and_(page >= 0, page < p.num_pages)
     return Slot(exists, page, offset)
@@ -54,7 +61,7 @@ def by_page_table(p: Any, row: Int32) -> Slot:
 
 def by_number(p: Any, row: Int32) -> Slot:
     """Returns the slot of a row by its number: page * page_size + offset."""
-    slot = index(p.slot_mapping, p.slot_mapping_step, p.slot_mapping_wide, row)
+    slot = p.slot_mapping.at(row)
     exists = cutlass.and_(slot >= 0, slot < p.num_slots)
     page = p.page_size.quotient(slot)
     return Slot(exists, page, slot - page * p.page_size.value)

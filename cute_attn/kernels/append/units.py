@@ -1,7 +1,7 @@
 """What one thread writes: some bytes as they are, or 16 elements as NVFP4 or fp8."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -12,12 +12,12 @@ from cute_attn.kernels.append.rounding import (
     E2M1,
     E4M3,
     FP8,
-    Block,
-    Divisor,
+    Denominator,
     GlobalScale,
+    Magnitudes,
     codes,
     conversion,
-    divisor,
+    denominator,
     global_scale,
     multiply,
     nearest,
@@ -26,12 +26,26 @@ from cute_attn.kernels.append.rounding import (
 from cute_attn.kernels.append.slots import Slot
 from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, VECTOR, AppendSpec
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.softmax import tree
 
 
-@dataclass(frozen=True)
-class Place:
-    """A head's row in a cache. Strides are bytes."""
+class Rows(NamedTuple):
+    """Rows [row, head, element]. Strides are bytes; `step`: from an element to the next, or of a copy from one access
+    to the next.
+    """
+
+    address: Int64
+    row: Int64
+    head: Int64
+    step: Int64
+
+    def of(self, row: Int32, head: Int32) -> Int64:
+        return ptx.mad_u32(head, self.head, ptx.mad_u32(row, self.row, self.address))
+
+
+class Place(NamedTuple):
+    """Heads' rows in a cache. Strides are bytes."""
 
     address: Int64
     page: Int64
@@ -43,24 +57,21 @@ class Place:
         return ptx.mad_u32(head, self.head, ptx.mad_u32(slot.offset, self.token, page))
 
 
-@dataclass(frozen=True)
-class Operand:
-    """Keys or values: where rows are, where they go, and their scale. Strides are bytes.
+class Scale(NamedTuple):
+    """A scale, or its address if that is not 0."""
 
-    `source_step`: from an element to the next, or of a copy from one access to the next.
-    """
+    number: Float32
+    address: Int64
 
-    source: Int64
-    source_row: Int64
-    source_head: Int64
-    source_step: Int64
+
+class Operand(NamedTuple):
+    """Keys or values: where rows are, where they go, and their scale."""
+
+    source: Rows
     cache: Place
-    block_scales: Place
-    scale: Float32
-    scale_address: Int64
-
-    def row(self, row: Int32, head: Int32) -> Int64:
-        return ptx.mad_u32(head, self.source_head, ptx.mad_u32(row, self.source_row, self.source))
+    sf: Place  # block scales
+    scale: Scale
+    units: Divisor  # of a head's row, for each thread's first: half of them where a thread has two
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,7 @@ class CopyUnit:
         self.access = spec.access
 
     def load(self, operand: Operand, row: Int64, unit: Int32) -> list[Int32]:
-        return load(ptx.mad_u32(unit, operand.source_step, row), self.access)
+        return load(ptx.mad_u32(unit, operand.source.step, row), self.access)
 
     def scale(self, operand: Operand) -> None:
         """Returns what `store` gets."""
@@ -94,20 +105,20 @@ class QuantisedUnit:
     def __init__(self, spec: AppendSpec) -> None:
         self.dtype, self.vector = spec.dtype, spec.access == VECTOR
 
-    def load(self, operand: Operand, row: Int64, unit: Int32) -> list[Float32]:
-        return Elements(self.dtype, operand.source_step).block(self.address(operand, row, unit), self.vector)
+    def elements(self, operand: Operand, row: Int64, unit: Int32) -> Elements:
+        step = Int64(ITEMSIZE[self.dtype]) if self.vector else operand.source.step
+        return Elements(self.dtype, ptx.mad_u32(unit * Int32(BLOCK), step, row), step)
 
-    def address(self, operand: Operand, row: Int64, unit: Int32) -> Int64:
-        """Returns the address of a unit's first element."""
-        step = Int64(ITEMSIZE[self.dtype]) if self.vector else operand.source_step
-        return ptx.mad_u32(unit * Int32(BLOCK), step, row)
+    def load(self, operand: Operand, row: Int64, unit: Int32) -> list[Float32]:
+        return self.elements(operand, row, unit).block(self.vector)
 
     def scale(self, operand: Operand) -> GlobalScale:
-        return global_scale(operand.scale, operand.scale_address)
+        return global_scale(*operand.scale)
 
-    def block(self, operand: Operand, source: Source, power: Float32) -> Block:
-        step = Int64(ITEMSIZE[self.dtype]) if self.vector else operand.source_step
-        return Block(Elements(self.dtype, step), self.address(operand, source.row, source.unit), power)
+    def magnitudes(self, operand: Operand, source: Source, power: Float32) -> Magnitudes:
+        """Returns what loads the magnitude of an element again, times `power`."""
+        elements = self.elements(operand, source.row, source.unit)
+        return lambda index: ptx.magnitude(multiply(elements.at(index), power))
 
 
 class Nvfp4Unit(QuantisedUnit):
@@ -121,12 +132,12 @@ class Nvfp4Unit(QuantisedUnit):
         largest = max_magnitude(source.loaded)
         values = scaled(replaced_nan(source.loaded, largest, 0), scale.power)
         largest = multiply(largest, scale.power)
-        scale_code = nearest(self.e4m3, largest, divisor(Float32(E2M1.largest), scale.value))
-        by = divisor(E4M3.value(scale_code), scale.value)
-        by = Divisor(by.few, by.scale, ptx.select(scale_code == 0, Float32(0.0), by.reciprocal))
-        words = codes(self.e2m1, values, self.block(operand, source, scale.power), by)
+        scale_code = nearest(self.e4m3, largest, denominator(Float32(E2M1.largest), scale.value))
+        by = denominator(E4M3.value(scale_code), scale.value)
+        by = Denominator(by.few, by.scale, ptx.select(scale_code == 0, Float32(0.0), by.reciprocal))
+        words = codes(self.e2m1, values, self.magnitudes(operand, source, scale.power), by)
         store_words(operand.cache.of(slot, head) + Int64(source.unit) * Int64(BLOCK // 2), words, self.vector)
-        store(operand.block_scales.of(slot, head) + Int64(source.unit), 1, [scale_code])
+        store(operand.sf.of(slot, head) + Int64(source.unit), 1, [scale_code])
 
 
 class Fp8Unit(QuantisedUnit):
@@ -138,8 +149,8 @@ class Fp8Unit(QuantisedUnit):
 
     def store(self, operand: Operand, scale: Any, source: Source, slot: Slot, head: Int32) -> None:
         values = scaled(replaced_nan(source.loaded, max_magnitude(source.loaded), 0x7F800000), scale.power)
-        by = divisor(Float32(1.0), scale.value)
-        words = codes(self.fp8, values, self.block(operand, source, scale.power), by)
+        by = denominator(Float32(1.0), scale.value)
+        words = codes(self.fp8, values, self.magnitudes(operand, source, scale.power), by)
         store_words(operand.cache.of(slot, head) + Int64(source.unit) * Int64(BLOCK), words, self.vector)
 
 

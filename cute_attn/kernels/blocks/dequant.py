@@ -50,11 +50,14 @@ def fp8_converter(dtype: str, stored: str, arch: Arch) -> Fp8:
 
 
 def e2m1_converter(dtype: str, arch: Arch) -> Callable[[Int32], list[Int32]]:
-    """Returns what converts 8 numbers of e2m1, low nibble first, to 4 words of `dtype`: one instruction per pair, or
-    shifts and a product.
+    """Returns what converts 8 numbers of e2m1, low nibble first, to 4 words of `dtype`: by instructions for it, one per
+    pair, where the architecture has them.
     """
-    native = _converts_to_bf16(arch) if dtype == "bfloat16" else arch.converts_e2m1
-    return partial(ptx.cvt_e2m1x8 if native else ptx.e2m1x8_to_16, dtype)
+    if dtype == "bfloat16":
+        native, by_integers = _converts_to_bf16(arch), ptx.e2m1x8_to_bf16
+    else:
+        native, by_integers = arch.converts_e2m1, ptx.e2m1x8_to_f16
+    return partial(ptx.cvt_e2m1x8, dtype) if native else by_integers
 
 
 def _converts_to_bf16(arch: Arch) -> bool:

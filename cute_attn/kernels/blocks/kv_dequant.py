@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.attention_spec import OPERAND
 from cute_attn.kernels.blocks.dequant import Fp8
 from cute_attn.kernels.blocks.pipeline import SmemRings, start
 from cute_attn.kernels.blocks.smem import CHUNK
@@ -21,7 +22,6 @@ from cute_attn.kernels.blocks.smem_map import StagedKvMemory
 from cute_attn.kernels.blocks.transform_warps import OperandState, TransformWarps, WarpLane
 from cute_attn.kernels.formats import LINE
 
-OPERAND = "float16"
 TARGET_EXPONENT = 14  # of a row's largest number
 MAX_EXPONENT = 100  # of a row's factor: reached by rows of zeros, or nearly so
 SWIZZLE_ROWS = 8  # after which the swizzle repeats; a warp's four lanes per row read 64 elements

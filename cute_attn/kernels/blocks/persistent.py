@@ -12,11 +12,11 @@ from cutlass import BFloat16, Float32, GridConstant, Int32, Int64
 from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
 
 from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.attention_spec import PersistentSpec
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, ScaledPartialEpilogue
 from cute_attn.kernels.blocks.kv_sources import GatheredKV
 from cute_attn.kernels.blocks.masks import KeyBounds, PackedMask, TileOrder
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
-from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.pipeline import SmemRings, WarpRole
 from cute_attn.kernels.blocks.producer import ONE_CTA, OneCta, Producer
 from cute_attn.kernels.blocks.program import AttentionProgram, Epilogues
@@ -35,13 +35,17 @@ class PersistentProgram(AttentionProgram):
     rings_type = SmemRings
     gathered_kv = GatheredKV  # source of 16-bit rows that warps gather
     producer_type: type[Producer] = Producer
+    tile_type: Any  # made of the operands' dtype and the memory: products, and how they lie in registers
+    transform_type: Any = None  # `TransformWarps`, if any
 
-    def __init__(self, spec: PersistentSpec, memory: TileMemory, tile: Any, cta: OneCta = ONE_CTA) -> None:
-        self.spec, self.memory, self.tile, self.cta = spec, memory, tile, cta
+    def __init__(self, spec: PersistentSpec, memory: TileMemory, cta: OneCta = ONE_CTA) -> None:
+        self.spec, self.memory, self.cta = spec, memory, cta
+        self.tile = self.tile_type(spec.operand_dtype, memory)
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = memory.bytes
         self.cluster, self.min_ctas = cta.cluster or (1, 1, 1), spec.tile.per_sm
         self.producer = self.producer_type(self)
+        self.transform: Any = self.transform_type(self, spec, memory) if self.transform_type else None
 
     @property
     def roles(self) -> list[WarpRole]:

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.smem_map import RECORD_BYTES, RECORDS_RING, SmemMap, TileMemory
+from cute_attn.kernels.blocks.smem_map import RECORD_BYTES, RECORDS_RING, RingMemory, TileMemory
 
 
 class PipelineState(NamedTuple):
@@ -111,18 +111,18 @@ class Rings:
     scratch: Mapping[str, Int32]
 
     @classmethod
-    def at(cls, layout: SmemMap, base: Int32, types: Mapping[str, type[Ring]]) -> "Rings":
-        """Returns those of a map. `types`: of the rings that are no plain `Ring`."""
+    def at(cls, memory: RingMemory, base: Int32, types: Mapping[str, type[Ring]]) -> "Rings":
+        """Returns those of a layout. `types`: of the rings that are no plain `Ring`."""
         rings = {
             ring.name: types.get(ring.name, Ring)(
                 ring.stages,
                 ring.slot_bytes,
-                base + Int32(layout.offset(ring.name)),
-                base + Int32(layout.barriers(ring.name)),
+                base + Int32(memory.offset(ring.name)),
+                base + Int32(memory.barriers(ring.name)),
             )
-            for ring in layout.rings
+            for ring in memory.rings
         }
-        return Rings(base, rings, {part.name: base + Int32(layout.offset(part.name)) for part in layout.scratch})
+        return Rings(base, rings, {part.name: base + Int32(memory.offset(part.name)) for part in memory.scratch})
 
     def initialise(self, roles: Sequence[WarpRole]) -> None:
         for name, ring in self.by_name.items():
@@ -140,7 +140,7 @@ class SmemRings(Rings):
 
     @classmethod
     def of(cls, memory: TileMemory, base: Int32) -> "SmemRings":
-        plain, records = Rings.at(memory.map, base, cls.ring_types(memory)), memory.map.offset("records")
+        plain, records = Rings.at(memory, base, cls.ring_types(memory)), memory.offset("records")
         staged_k, staged_v = (plain.by_name[memory.loaded_ring(operand)] for operand in ("k", "v"))
         return cls(base, plain.by_name, plain.scratch, staged_k, staged_v, base + Int32(records))
 

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.attention_spec import PersistentSpec
 from cute_attn.kernels.blocks.kv_sources import (
     DenseTmaKV,
     GatheredFp8KV,
@@ -21,7 +22,6 @@ from cute_attn.kernels.blocks.kv_sources import (
     TmaOperand,
 )
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
-from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, WarpRole, start
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.smem_map import TileMemory

@@ -48,14 +48,18 @@ class Region(NamedTuple):
     bytes: int
 
 
-@dataclass(frozen=True)
-class SmemMap:
-    """Regions by name, in order of address: the slots of every ring, scratch, the barriers of every ring, and the
-    records of query tiles, one per `PipelineState` of `RECORDS_RING`.
+class RingMemory:
+    """Shared memory of rings and scratch. Regions by name, in order of address: the slots of every ring, scratch, the
+    barriers of every ring, and the records of query tiles, one per `PipelineState` of `RECORDS_RING`.
     """
 
-    rings: tuple[RingLayout, ...]
-    scratch: tuple[Scratch, ...] = ()
+    @property
+    def rings(self) -> tuple[RingLayout, ...]:
+        raise NotImplementedError
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        return ()
 
     @property
     def regions(self) -> dict[str, Region]:
@@ -148,7 +152,7 @@ class LoadedRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TileMemory:
+class TileMemory(RingMemory):
     """Shared memory of query, K and V tiles of one family; subclasses declare their rings.
 
     An operand tile is stored in columns: 128-byte lines of all rows, one column after the other, each as TMA writes it
@@ -159,22 +163,6 @@ class TileMemory:
     tile: PersistentTile
     head_dim_qk: int
     head_dim_vo: int
-
-    @property
-    def rings(self) -> tuple[RingLayout, ...]:
-        raise NotImplementedError
-
-    @property
-    def scratch(self) -> tuple[Scratch, ...]:
-        return ()
-
-    @property
-    def map(self) -> SmemMap:
-        return SmemMap(self.rings, self.scratch)
-
-    @property
-    def bytes(self) -> int:
-        return self.map.bytes
 
     @property
     def line_items(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+from cute_attn.kernels.blocks.default_specs import HARDEST, ITEMS, LLAMA, SPLIT, Fields
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.fa2.tiles import APPEND_ROWS, DECODE_ROWS, HEAD_DIMS, WIDE_HEAD_DIMS, Variant, choose
 from cute_attn.kernels.formats import FP8_DTYPES
@@ -13,14 +14,10 @@ from cute_attn.runtime.spec import KernelSpec
 
 FP8_FROM = (12, 0)  # compute capability from which q may be fp8
 ROWS = DECODE, APPEND, PREFILL = DECODE_ROWS, APPEND_ROWS, 1 << 20  # packed rows of a request
-NARROW, LLAMA, BROAD, WIDE = (64, 64), (128, 128), (256, 256), WIDE_HEAD_DIMS
+NARROW, BROAD, WIDE = (64, 64), (256, 256), WIDE_HEAD_DIMS
 E4M3, E5M2 = FP8_DTYPES
 
-Fields = dict[str, Any]
 Listed = list[tuple[tuple[tuple[int, int], ...], tuple[int, ...], Fields]]  # head dims, rows, and fields of all of them
-ITEMS: Fields = {"schedule": "items", "kv": "paged"}
-SPLIT: Fields = {"split": True, "out_dtype": "float32"}
-MASKED: Fields = {"mask": "packed", "scores": ("scale", "alibi", "soft_cap")}
 ROTATED: Fields = {"mask": "packed", "scores": ("scale", "soft_cap"), "pos_encoding": "rope"}
 VARIANTS: tuple[Fields, ...] = (
     {"mask": "packed"},
@@ -44,7 +41,7 @@ def _single() -> Listed:
     for split in ({}, SPLIT):
         listed += [(HEAD_DIMS, ROWS, split), ((NARROW, LLAMA), ROWS, {"dtype": "float16", **split})]
         rows = DECODE if split else PREFILL
-        listed += [(HEAD_DIMS, (rows,), variant | split) for variant in (MASKED, ROTATED)]
+        listed += [(HEAD_DIMS, (rows,), variant | split) for variant in (HARDEST, ROTATED)]
         listed += [((LLAMA,), (rows,), variant | split) for variant in VARIANTS]
     return listed
 
@@ -54,11 +51,11 @@ BATCHES: Listed = [
     ((LLAMA,), (APPEND,), {}),
     ((LLAMA,), (PREFILL,), {"dtype": "float16"}),
     ((LLAMA, WIDE), (DECODE, PREFILL), ROTATED),
-    *(((LLAMA,), (PREFILL,), {"mask": mask, "scores": MASKED["scores"]}) for mask in ("multi_item", "ranges")),
+    *(((LLAMA,), (PREFILL,), {"mask": mask, "scores": HARDEST["scores"]}) for mask in ("multi_item", "ranges")),
     ((LLAMA, BROAD), (PREFILL,), {"mask": "ranges"}),
     ((LLAMA,), ROWS, {"kv": "dense"}),
     ((NARROW,), (PREFILL,), {"kv": "dense"}),
-    ((LLAMA,), (PREFILL,), {"kv": "dense", **MASKED}),
+    ((LLAMA,), (PREFILL,), {"kv": "dense", **HARDEST}),
     *(((NARROW, LLAMA, BROAD), (DECODE,), {"kv_dtype": stored}) for stored in (E4M3, "nvfp4")),
     *(((LLAMA,), (PREFILL,), {"kv_dtype": stored}) for stored in (E4M3, "nvfp4")),
     ((WIDE,), (DECODE, PREFILL), {"kv_dtype": E4M3}),
@@ -70,10 +67,10 @@ BATCHES: Listed = [
 ]
 # fp8 q, k and v: every tile of all head dims, plain and most demanding; all else at 128.
 FP8: Listed = [
-    *((HEAD_DIMS, ROWS, {"dtype": E4M3, **fields}) for fields in ({}, ITEMS | MASKED)),
+    *((HEAD_DIMS, ROWS, {"dtype": E4M3, **fields}) for fields in ({}, ITEMS | HARDEST)),
     (HEAD_DIMS, (DECODE,), {"dtype": E4M3, **SPLIT}),
     ((LLAMA,), ROWS, {"dtype": E4M3, **ITEMS}),
-    ((LLAMA,), ROWS, {"dtype": E4M3, "mask": "multi_item", "scores": MASKED["scores"], **ITEMS}),
+    ((LLAMA,), ROWS, {"dtype": E4M3, "mask": "multi_item", "scores": HARDEST["scores"], **ITEMS}),
     ((LLAMA,), ROWS, {"dtype": E4M3, "scores": ("scale",)}),
     ((NARROW,), (DECODE,), {"dtype": E5M2, "out_dtype": "float16"}),
     ((NARROW,), (DECODE,), {"dtype": E4M3, "kv_copy_bytes": 8}),

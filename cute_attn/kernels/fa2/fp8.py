@@ -118,11 +118,9 @@ class Fp8Softmax(E4m3Softmax, RunningSoftmax):
 class Fp8Program(Fa2Program):
     """mma.sync kernel for q, k and v in fp8, with scales per head."""
 
+    tile_type = Fp8WarpTile
     softmax_type = Fp8Softmax
     min_ctas = 1  # without it ptxas spills a word or two to reach 128 or 168 registers
-
-    def warp_tile(self) -> Fp8WarpTile:
-        return Fp8WarpTile(self.spec.dtype, self.memory)
 
     def scale_step(self, p: Fa2Params, work: WorkTile, lanes: Lanes, scales: list[Float32]) -> RowScales:
         """Returns the scales of the thread's rows, which may have any sign."""

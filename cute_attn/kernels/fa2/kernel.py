@@ -141,21 +141,19 @@ class Fa2Program(AttentionProgram):
     """Kernel for 16-bit q; `fp8.Fp8Program` replaces what operands of 8 bits change."""
 
     params = Fa2Params
+    tile_type = WarpTile
     softmax_type = RunningSoftmax
     min_ctas = 0
 
     def __init__(self, spec: Fa2Spec, arch: str) -> None:
         self.spec = spec
         self.memory = SharedMemory.of(spec)
-        self.tile = self.warp_tile()
+        self.tile = (SlicedTile if spec.tile.exchange else self.tile_type)(spec.dtype, self.memory)
         self.work_tile = of_grid if spec.schedule == "grid" else of_items
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.arch = named(arch)
         self.pdl = self.arch.pdl
-
-    def warp_tile(self) -> WarpTile:
-        return (SlicedTile if self.spec.tile.exchange else WarpTile)(self.spec.dtype, self.memory)
 
     @cute.kernel
     def kernel(self, params: Fa2Params) -> None:

@@ -30,7 +30,7 @@ class SharedMemory(MemoryMap):
         lambda m: m.operand_v + m.tile.cols * m.vo_pitch if m.kv_dtype else 0
     )  # K and V in 16 bits
     p = MemoryRegion(lambda m: m.tile.exchange * m.tile.rows * m.p_pitch)  # of warps that exchange it
-    row_maxima = MemoryRegion(lambda m: m.tile.exchange * m.tile.warps_cols * m.tile.rows * 4)  # fp32, per warp column
+    columns = MemoryRegion(lambda m: m.tile.exchange * m.tile.warps_cols * m.tile.rows * 4)  # fp32, per warp column
     row_factors = MemoryRegion(lambda m: m.tile.exchange * m.tile.rows * 4)  # fp32, of the output rows
     # Rotation frequencies of 8 bytes, one per pair of dimensions.
     rope_table = MemoryRegion(lambda m: m.rope * m.head_dim_qk // 2 * 8)
@@ -39,6 +39,14 @@ class SharedMemory(MemoryMap):
     def of(cls, spec: Fa2Spec) -> SharedMemory:
         rope = spec.pos_encoding == "rope"
         return cls(spec.tile, spec.head_dim_qk, spec.head_dim_vo, rope, spec.kv_dtype, spec.fp8)
+
+    @property
+    def rows(self) -> int:
+        return self.tile.rows
+
+    @property
+    def warps_cols(self) -> int:
+        return self.tile.warps_cols
 
     @property
     def item_bytes(self) -> int:

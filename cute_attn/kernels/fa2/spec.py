@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.kernels.formats import FP8_DTYPES
-from cute_attn.runtime.spec import KernelSpec
+from cute_attn.kernels.blocks.attention_spec import AttentionSpec
+from cute_attn.kernels.formats import Ruled
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(Ruled):
     """Work of one CTA and its warps.
 
     `rows` query rows (token x head of one group) by `cols` kv tokens per step; warps are laid out
@@ -43,10 +43,10 @@ class Tile:
         """kv tokens of a tile that the same threads load and consume."""
         return self.cols if self.one_team else self.cols // self.warps_cols
 
-    def __post_init__(self) -> None:
+    def rules(self) -> dict[str, bool]:
         loaders = self.threads if self.one_team else 32  # threads that copy the same rows, 8 per row
         columns = 8 if self.exchange else 16  # of P and of S: one A operand, or one accumulator
-        rules = {
+        return {
             "rows must be a multiple of 16 for every warp row": self.rows % (16 * self.warps_rows) == 0,
             "cols must be a multiple of 16": self.cols % 16 == 0,
             f"cols must be a multiple of {columns} for every warp column": self.cols % (columns * self.warps_cols) == 0,
@@ -54,45 +54,24 @@ class Tile:
             "warps must be a power of two": self.threads & (self.threads - 1) == 0,
             "stages must be at least 2": self.stages >= 2,
         }
-        for rule, holds in rules.items():
-            if not holds:
-                raise ValueError(f"{self}: {rule}")
 
 
 @dataclass(frozen=True)
-class Fa2Spec(KernelSpec):
-    """Spec of the mma.sync attention kernel. Causal, window, GQA group, strides, lengths, page size and scales are
-    run-time values.
-    """
+class Fa2Spec(AttentionSpec):
+    """Spec of the mma.sync attention kernel."""
 
     kernel: ClassVar[str] = "fa2"
-    dtype: str
-    out_dtype: str
-    head_dim_qk: int
-    head_dim_vo: int
-    mask: str = "band"  # "band": causal/window/length bounds; "packed": custom mask bits and the band; "multi_item":
-    # ^ the band without the keys between a prefix and the row's own item; "ranges": the band, and a range of each token
-    scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
+    mask: str = "band"
     pos_encoding: str = "none"  # "none" or "rope"
-    split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
-    schedule: str = "grid"  # "grid": one request, work by position in the grid; "items": work items of a batch
-    kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order
-    kv_dtype: str = ""  # of `KV_BITS`
     kv_copy_bytes: int = 16  # of one copy of k or v: 8 for fp8 rows that do not start and end at multiples of 16 bytes
     tile: Tile = Tile(128, 64, 4, 1, 2)
 
-    @property
-    def fp8(self) -> bool:
-        """Whether q, k and v are fp8, multiplied as they are."""
-        return self.dtype in FP8_DTYPES
-
-    def __post_init__(self) -> None:
-        rules = {
+    def rules(self) -> dict[str, bool]:
+        if not self.fp8:
+            return {}
+        return {
             "cols must be a multiple of 32 for every warp column": self.tile.cols % (32 * self.tile.warps_cols) == 0,
             "warps cannot exchange P": not self.tile.exchange,
             "kv_dtype must be ''": not self.kv_dtype,
             "pos_encoding must be 'none'": self.pos_encoding == "none",
         }
-        for rule, holds in rules.items():
-            if self.fp8 and not holds:
-                raise ValueError(f"dtype {self.dtype}: {rule}, got {self}")

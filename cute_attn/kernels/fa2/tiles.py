@@ -57,6 +57,13 @@ class Variant(NamedTuple):
     kv_dtype: str = ""  # of `spec.KV_BITS`
     fp8: bool = False  # q, k and v are
 
+    @property
+    def tile_dims(self) -> tuple[int, int]:
+        """The head dims of the tables."""
+        dims = tile_dims(self.head_dims)
+        assert dims is not None
+        return dims
+
     def memory(self, tile: Tile, rope: bool) -> SharedMemory:
         """Returns the shared memory of this variant's kernels with a tile."""
         return SharedMemory(tile, *self.head_dims, rope=rope, kv_dtype=self.kv_dtype, fp8=self.fp8)
@@ -100,8 +107,7 @@ def resident_ctas(tile: Tile, variant: Variant, arch: Arch) -> int:
 
 
 def _prefill(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
-    small, dims = arch.smem_limit < 128 * 1024, tile_dims(variant.head_dims)
-    assert dims is not None
+    small, dims = arch.smem_limit < _SMEM[0], variant.tile_dims
     plain, modified = (_BATCH_COLS if variant.batch else _COLS)[dims][bisect_right(_SMEM, arch.smem_limit)]
     n = plain if variant.plain else modified
     if n == 0:
@@ -117,10 +123,8 @@ def _append(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
     """Returns the tile of 64 rows with the most columns that spill in no variant; ptxas leaves 8 bytes at some
     narrower.
     """
-    dims = tile_dims(variant.head_dims)
-    assert dims is not None
-    dim = dims[0]
-    if arch.smem_limit >= 128 * 1024:
+    dim, _ = variant.tile_dims
+    if arch.smem_limit >= _SMEM[0]:
         return Tile(64, {192: 48, 256: 32}.get(dim, 64), 4, 1, 2)
     if variant.kv_dtype and dim == 128:
         return Tile(64, 64, 4, 1, 2)
@@ -132,7 +136,7 @@ def _decode(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
     """Returns a tile with about 100 KB in flight per CTA and two CTAs per SM."""
     line = 64  # elements of a 128-byte line, to which rows are padded
     token_bytes = sum(-(-dim // line) * line * 2 for dim in variant.head_dims)
-    if arch.smem_limit < 128 * 1024:
+    if arch.smem_limit < _SMEM[0]:
         return Tile(DECODE_ROWS, 32, 1, 2, 3 if token_bytes <= 512 else 2)
     stages = {256: 5, 512: 3}.get(token_bytes, 2)
     return Tile(DECODE_ROWS, 64, 1, 4, stages)
@@ -160,14 +164,12 @@ def _fp8(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
     two CTAs per SM then have a tile of 16 KB each in flight at d 128: three times what GDDR7 needs (1.8 TB/s for 170
     SMs, 1 us).
     """
-    dims = tile_dims(variant.head_dims)
-    assert dims is not None
     if packed_rows <= DECODE_ROWS:
         tiles = [Tile(DECODE_ROWS, 64, 1, 2, stages) for stages in (3, 2)]
         room = (arch.smem_limit + RESERVED_SMEM) // 2 - RESERVED_SMEM
         fitting = [tile for tile in tiles if variant.memory(tile, rope=False).bytes <= room]
         return [*fitting, tiles[-1]][0]
-    cols = {64: 128, 256: 32}.get(dims[0], 64)
+    cols = {64: 128, 256: 32}.get(variant.tile_dims[0], 64)
     return Tile(APPEND_ROWS, cols, 4, 1, 2) if packed_rows <= APPEND_ROWS else Tile(128, cols, 8, 1, 2)
 
 
@@ -175,7 +177,7 @@ def _wide(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
     """Returns a tile of warps that exchange P. More rows per CTA read K and V less often: 64 rows are what the outputs
     of eight warps leave room for in registers, 32 what two kv tiles leave of 163 and of 99 KB.
     """
-    small = arch.smem_limit < 128 * 1024
+    small = arch.smem_limit < _SMEM[0]
     cols = 16 if small else 32
     decode = [Tile(DECODE_ROWS, cols, 1, 2 if small else 4, stages, exchange=True) for stages in (4, 3, 2)]
     prefill = [Tile(32 * n, cols, 2 * n, 2, 2, exchange=True) for n in ((1,) if small else (2, 1))]

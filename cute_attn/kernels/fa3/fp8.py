@@ -40,7 +40,6 @@ from cute_attn.kernels.fa3.parts.wgmma import (
     WarpgroupTile,
 )
 from cute_attn.kernels.fa3.smem import Fp8Memory
-from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.formats import LINE
 
 TRANSPOSE_BARRIER = 9  # named barrier of the transform warps
@@ -329,12 +328,10 @@ class Fp8Program(Fa3Program):
 
     memory: Fp8Memory
     tile: Fp8Tile
+    tile_type = Fp8Tile
     rings_type = Fp8Rings
     mma_type = Fp8MmaWarpgroups
     transform_type = VTransposeWarps
-
-    def warpgroup_tile(self, spec: Fa3Spec, memory: Fp8Memory) -> Fp8Tile:
-        return Fp8Tile(spec.dtype, memory)
 
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, scales: list[Float32]) -> Fp8Softmax:
         scales = [Float32(ptx.LOG2E)] * 2 if self.spec.scores else self.row_scales(p, work, lanes)

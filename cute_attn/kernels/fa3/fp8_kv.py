@@ -5,19 +5,14 @@ operands.
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.kv_dequant import (
-    OPERAND,
-    DequantWarps,
-    normalize,
-)
+from cute_attn.kernels.blocks.kv_dequant import DequantWarps, normalize
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.blocks.scores import score_scale
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa3.kernel import Fa3Program
-from cute_attn.kernels.fa3.parts.wgmma import WarpgroupLanes, WarpgroupTile
+from cute_attn.kernels.fa3.parts.wgmma import WarpgroupLanes
 from cute_attn.kernels.fa3.smem import Fp8KvMemory
-from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.formats import LINE
 
 
@@ -27,14 +22,11 @@ class Fp8KvProgram(Fa3Program):
     memory: Fp8KvMemory
     transform_type = DequantWarps
 
-    def warpgroup_tile(self, spec: Fa3Spec, memory: Fp8KvMemory) -> WarpgroupTile:
-        return WarpgroupTile(OPERAND, memory)
-
     def prepare_q(
         self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, q_rows: Int32, scale: Float32
     ) -> list[Float32]:
         """Returns a scale per row, after normalizing bf16 rows to fp16."""
-        if self.spec.dtype == OPERAND:
+        if not self.spec.normalizes_q:
             return super().prepare_q(p, work, lanes, q_rows, scale)
         # Computed for every query tile: no register is free to hold it in between.
         scale = score_scale(p)

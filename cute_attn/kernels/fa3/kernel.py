@@ -20,7 +20,6 @@ from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, Persiste
 from cute_attn.kernels.blocks.pipeline import SmemRings, WarpRole
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.blocks.transform_warps import TransformWarps
 from cute_attn.kernels.fa3.mainloop import MmaWarpgroups
 from cute_attn.kernels.fa3.parts.wgmma import WarpgroupTile
 from cute_attn.kernels.fa3.smem import HopperMemory
@@ -32,18 +31,12 @@ class Fa3Program(PersistentProgram):
     """Hopper attention kernel for 16-bit q, k and v. Subclasses replace the tile, roles and composition."""
 
     spec: Fa3Spec
+    tile_type: Any = WarpgroupTile
     mma_type = MmaWarpgroups
-    transform_type: type[TransformWarps] | None = None
 
     def __init__(self, spec: Fa3Spec, arch: str) -> None:
-        memory = HopperMemory.of(spec)
-        tile = self.warpgroup_tile(spec, memory)
-        super().__init__(spec, memory, tile)
-        self.mma = self.mma_type(self, spec, tile)
-        self.transform = self.transform_type(self, spec, memory) if self.transform_type else None
-
-    def warpgroup_tile(self, spec: Fa3Spec, memory: Any) -> WarpgroupTile:
-        return WarpgroupTile(spec.dtype, memory)
+        super().__init__(spec, HopperMemory.of(spec))
+        self.mma = self.mma_type(self, spec, self.tile)
 
     def query_tile(self, p: AnyParams, index: Int32) -> QueryTile:
         tile = super().query_tile(p, index)

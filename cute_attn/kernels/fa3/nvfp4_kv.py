@@ -8,9 +8,10 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.attention_spec import OPERAND
 from cute_attn.kernels.blocks.block_scaled_kv import BlockScaledParams, BlockScaledProducer
 from cute_attn.kernels.blocks.dequant import Fp8
-from cute_attn.kernels.blocks.kv_dequant import OPERAND, SWIZZLE_ROWS, DequantWarps
+from cute_attn.kernels.blocks.kv_dequant import SWIZZLE_ROWS, DequantWarps
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.transform_warps import WarpLane
 from cute_attn.kernels.fa3.fp8_kv import Fp8KvProgram

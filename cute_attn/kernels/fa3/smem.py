@@ -20,9 +20,8 @@ class HopperMemory(TileMemory):
 
     @staticmethod
     def of(spec: Fa3Spec) -> HopperMemory:
-        narrow = Nvfp4KvMemory if spec.kv_dtype == "nvfp4" else Fp8KvMemory if spec.kv_dtype else HopperMemory
-        kind = Fp8Memory if spec.fp8 else RopeMemory if spec.pos_encoding == "rope" else narrow
-        return kind(spec.tile, spec.head_dim_qk, spec.head_dim_vo)
+        narrow = {"fp8": Fp8Memory, "rope": RopeMemory, "nvfp4": Nvfp4KvMemory, "fp8_kv": Fp8KvMemory}
+        return narrow.get(spec.operands, HopperMemory)(spec.tile, spec.head_dim_qk, spec.head_dim_vo)
 
     @property
     def rings(self) -> tuple[RingLayout, ...]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
+from cute_attn.kernels.blocks.attention_spec import PersistentSpec
+from cute_attn.kernels.formats import Ruled
 
 # Registers of a producer and of an MMA thread by MMA warpgroups, where several CTAs share an SM.
 SHARED_SM = {(1, 2): (24, 232), (1, 3): (24, 136), (1, 4): (24, 104), (2, 2): (24, 104)}
 
 
 @dataclass(frozen=True)
-class HopperTile:
+class HopperTile(Ruled):
     """Work of one CTA of the wgmma kernel: `rows` packed query rows, 64 per MMA warpgroup, by `cols` kv tokens.
 
     `stages` K and V tiles and `q_stages` query tiles are in flight; with fp8 K and V, also `staged` tiles as stored.
@@ -56,8 +57,8 @@ class HopperTile:
         """Threads of the producer warpgroup, the MMA warpgroups and, if any, the transform warpgroup."""
         return 128 * (1 + self.mma_warpgroups + (self.transform_warps > 3))
 
-    def __post_init__(self) -> None:
-        rules = {
+    def rules(self) -> dict[str, bool]:
+        return {
             "rows must be 64, 128 or 192": self.rows in (64, 128, 192),
             "cols must be a multiple of 16 up to 256": self.cols % 16 == 0 and 0 < self.cols <= 256,
             "stages must be at least 2": self.stages >= 2,
@@ -70,9 +71,6 @@ class HopperTile:
             "transform_warps must be 3 or 7, the latter with two MMA warpgroups": self.transform_warps == 3
             or (self.transform_warps == 7 and self.mma_warpgroups == 2),
         }
-        for rule, holds in rules.items():
-            if not holds:
-                raise ValueError(f"{self}: {rule}")
 
 
 @dataclass(frozen=True)
@@ -83,10 +81,14 @@ class Fa3Spec(PersistentSpec):
     tile: HopperTile = HopperTile(128, 128)
     pos_encoding: str = "none"  # "none" or "rope": q and k are rotated, with 16-bit k and v
 
-    def __post_init__(self) -> None:
+    def rules(self) -> dict[str, bool]:
         plain_window = self.mask == "band" and not self.scores and self.kv == "dense" and self.pos_encoding == "none"
-        if self.tile.from_first_key and not plain_window:
-            raise ValueError(f"{self}: from_first_key takes dense keys, a band and scores that nothing modifies")
+        rule = "from_first_key takes dense keys, a band and scores that nothing modifies"
+        return {rule: plain_window or not self.tile.from_first_key}
+
+    @property
+    def operands(self) -> str:
+        return "rope" if self.pos_encoding == "rope" else super().operands
 
     @property
     def registers(self) -> tuple[int, int]:

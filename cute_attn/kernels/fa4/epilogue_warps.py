@@ -32,44 +32,6 @@ COLUMNS = 32  # of O that are loaded at a time, or the half where O ends
 
 
 @dataclass(frozen=True)
-class RowStore:
-    """Store of threads that own whole rows, without exchange between lanes: some columns at a time as tensor memory
-    gives them, and their lse.
-    """
-
-    lanes: RowLanes
-    rows: PackedRows
-    target: Target | Partials
-    epilogue: FinalEpilogue | PartialEpilogue
-
-    @cute.jit
-    def write_lse(self, shift: Float32, total: Float32) -> Float32:
-        """Stores the lse of the thread's row, from what softmax leaves; returns the factor for the row's output."""
-        row = self.lanes.row(0)
-        factor, lse = self.epilogue.row(Float32(0.0) - shift, total, self.rows.head(row))
-        if self.rows.exists(row):
-            self.target.store_lse(self.rows, row, lse)
-        return factor
-
-    @cute.jit
-    def write_columns(self, first: cutlass.Constexpr, values: list[Float32], factor: Float32) -> None:
-        """Stores `COLUMNS` columns, or fewer, to the output's columns from `first`; all multiples of eight.
-
-        Rows of `out` need not start at multiples of 32 bytes, where the hardware would take 32 bytes at a time.
-        """
-        row, values, target = self.lanes.row(0), [x * factor for x in values], self.target
-        if self.rows.exists(row):
-            size, aligned = target.element_bytes, target.aligned_to_32
-            address, at_once = target.row(self.rows, row) + Int64(first * size), 32 // size
-            for i in cutlass.range_constexpr(0, len(values), at_once):
-                part = values[i : i + at_once]
-                if cutlass.const_expr(len(part) == at_once):
-                    target.store_32_bytes(address, i * size, part, aligned)
-                else:
-                    target.store(address, i * size, part)
-
-
-@dataclass(frozen=True)
 class OutputStaging:
     """Staging buffer of one query tile of 16-bit outputs, in shared memory, in columns of 128-byte lines as TMA reads
     them. One thread of the warpgroup, always the same, starts the stores and waits for them.
@@ -135,9 +97,13 @@ class OutputTile:
         return self.lanes.number * QUERY_TILE_ROWS
 
     @property
+    def rows(self) -> PackedRows:
+        return self.work.rows(self.p)
+
+    @property
     def whole(self) -> Boolean:
         """Whether all rows exist: a box is clipped at the end of the tensor only."""
-        return self.work.rows(self.p).exists(self.first_row + Int32(QUERY_TILE_ROWS - 1))
+        return self.rows.exists(self.first_row + Int32(QUERY_TILE_ROWS - 1))
 
 
 class EpilogueWarps:
@@ -218,15 +184,17 @@ class EpilogueWarps:
         total: Float32,
     ) -> None:
         """Writes lse and output."""
-        store = RowStore(tile.lanes, tile.work.rows(tile.p), target, epilogue)
-        factor = store.write_lse(shift, total)
+        rows, row = tile.rows, tile.lanes.row(0)
+        factor, lse = epilogue.row(Float32(0.0) - shift, total, rows.head(row))
+        if rows.exists(row):
+            target.store_lse(rows, row, lse)
         if cutlass.const_expr(tile.staging is not None and isinstance(target, Target)):
             if tile.whole:
                 self.write_staged(tile, factor)
             else:
-                self.write_rows(tile, store, factor)
+                self.write_rows(tile, target, factor)
         else:
-            self.write_rows(tile, store, factor)
+            self.write_rows(tile, target, factor)
 
     def write_staged(self, tile: Any, factor: Float32) -> None:
         staging = tile.staging
@@ -234,14 +202,33 @@ class EpilogueWarps:
         for first, count in self.pieces():
             staging.write_columns(first, [x * factor for x in self.load(tile, first, count)])
         self.release(tile)
-        rows = tile.work.rows(tile.p)
+        rows = tile.rows
         head = rows.head(tile.first_row) - rows.first_head  # not 0 where one token's heads fill more than a query tile
         staging.store(tile.tensor_map, [head, rows.start + rows.token(tile.first_row), tile.work.head_block])
 
-    def write_rows(self, tile: OutputTile, store: Any, factor: Float32) -> None:
+    def write_rows(self, tile: OutputTile, target: Target | Partials, factor: Float32) -> None:
         for first, count in self.pieces():
-            store.write_columns(first, self.load(tile, first, count), factor)
+            self.write_columns(tile, target, first, [x * factor for x in self.load(tile, first, count)])
         self.release(tile)
+
+    @cute.jit
+    def write_columns(
+        self, tile: cutlass.Constexpr, target: cutlass.Constexpr, first: cutlass.Constexpr, values: list[Float32]
+    ) -> None:
+        """Stores columns from `first` of the thread's row; all are multiples of eight.
+
+        Rows of `out` need not start at multiples of 32 bytes, where the hardware would take 32 bytes at a time.
+        """
+        rows, row = tile.rows, tile.lanes.row(0)
+        if rows.exists(row):
+            size, aligned = target.element_bytes, target.aligned_to_32
+            address, at_once = target.row(rows, row) + Int64(first * size), 32 // size
+            for i in cutlass.range_constexpr(0, len(values), at_once):
+                part = values[i : i + at_once]
+                if cutlass.const_expr(len(part) == at_once):
+                    target.store_32_bytes(address, i * size, part, aligned)
+                else:
+                    target.store(address, i * size, part)
 
     def pieces(self) -> list[tuple[int, int]]:
         """Lists (first column, columns) of O to process at a time."""

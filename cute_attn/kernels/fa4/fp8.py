@@ -23,7 +23,6 @@ from cute_attn.kernels.fa4.parts.exp2 import PairExp2, PairSums
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS, RowLanes, UmmaTile
 from cute_attn.kernels.fa4.smem import Fp8Memory
 from cute_attn.kernels.fa4.softmax_warps import RowState, SoftmaxContext, SoftmaxWarps
-from cute_attn.kernels.fa4.spec import Fa4Spec
 
 SUM_LIMIT = P_MAX  # of every other P of a chunk: no element then exceeds e4m3's maximum
 SIGN = -(1 << 31)
@@ -155,10 +154,8 @@ class Fp8Program(Fa4Program):
 
     memory: Fp8Memory
     tile: Fp8Tile
+    tile_type = Fp8Tile
     softmax_warps_type: ClassVar = Fp8SoftmaxWarps
-
-    def umma_tile(self, spec: Fa4Spec, memory: Fp8Memory) -> Fp8Tile:
-        return Fp8Tile(spec.dtype, memory)
 
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: RowLanes, scales: list[Float32]) -> Fp8Softmax:
         log2_scale = Float32(ptx.LOG2E)

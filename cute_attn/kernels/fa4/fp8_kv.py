@@ -13,11 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, tma
-from cute_attn.kernels.blocks.kv_dequant import (
-    OPERAND,
-    DequantWarps,
-    normalize,
-)
+from cute_attn.kernels.blocks.kv_dequant import DequantWarps, normalize
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, WarpRole
 from cute_attn.kernels.blocks.smem import CHUNK
@@ -25,7 +21,6 @@ from cute_attn.kernels.fa4.kernel import Fa4Program
 from cute_attn.kernels.fa4.parts.umma import RowLanes, UmmaTile
 from cute_attn.kernels.fa4.smem import Fp8KvMemory
 from cute_attn.kernels.fa4.softmax_warps import WARPS, SoftmaxWarps
-from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.formats import LINE
 
 
@@ -69,17 +64,7 @@ class Fp8KvProgram(Fa4Program):
 
     memory: Fp8KvMemory
     softmax_warps_type: ClassVar = NormalizingSoftmax
-
-    def __init__(self, spec: Fa4Spec, arch: str) -> None:
-        super().__init__(spec, arch)
-        self.transform = SpareWarps(self, spec, self.memory)
-
-    def umma_tile(self, spec: Fa4Spec, memory: Fp8KvMemory) -> UmmaTile:
-        return UmmaTile(OPERAND, memory)
-
-    @property
-    def roles(self) -> list[WarpRole]:
-        return [*super().roles, self.transform.role]
+    transform_type = SpareWarps
 
     def run_spare_warp(self, params: PersistentParams, rings: SmemRings, warp: Int32) -> None:
         self.transform.run(params, rings, cute.arch.thread_idx()[0] - 32)

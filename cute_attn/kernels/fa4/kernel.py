@@ -52,14 +52,15 @@ class Fa4Program(PersistentProgram):
     spec: Fa4Spec
     memory: BlackwellMemory
     tile: UmmaTile
+    tile_type: Any = UmmaTile
     maps = OutputMaps._fields
     gathered_kv = TwoWarpGatheredKV
     softmax_warps_type: ClassVar[type[SoftmaxWarps]] = SoftmaxWarps
 
     def __init__(self, spec: Fa4Spec, arch: str) -> None:
         memory, pairs = BlackwellMemory.of(spec), spec.tile.ctas == 2
-        tile = self.umma_tile(spec, memory)
-        super().__init__(spec, memory, tile, CtaPair() if pairs else ONE_CTA)
+        super().__init__(spec, memory, CtaPair() if pairs else ONE_CTA)
+        tile = self.tile
         self.rings_type = PairRings if pairs else BlackwellRings
         self.tail = TailWarp(self, spec, memory)
         self.mma = (TwoTileMmaWarp if spec.tile.query_tiles == 2 else OneTileMmaWarp)(self, spec, tile)
@@ -77,13 +78,11 @@ class Fa4Program(PersistentProgram):
     ) -> None:
         self.run_cta(OutputMaps(*(tma.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map, o_map))), params)
 
-    def umma_tile(self, spec: Fa4Spec, memory: Any) -> UmmaTile:
-        return UmmaTile(spec.dtype, memory)
-
     @property
     def roles(self) -> list[WarpRole]:
         roles = [self.producer.role, self.mma.role, *self.softmax_warps.roles, self.epilogue.role]
-        return [*roles, self.tail.role] if self.spec.clears_tail else roles
+        roles += [self.tail.role] if self.spec.clears_tail else []
+        return [*roles, self.transform.role] if self.transform else roles
 
     @cute.jit
     def run_warps(self, params: PersistentParams, maps: OutputMaps, rings: SmemRings, thread: Int32) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
+from cute_attn.kernels.blocks.attention_spec import PersistentSpec
+from cute_attn.kernels.formats import Ruled
 
 QUERY_TILE_ROWS = 128  # of a product: all lanes of tensor memory
 
 
 @dataclass(frozen=True)
-class BlackwellTile:
+class BlackwellTile(Ruled):
     """Work of one CTA of the tcgen05 kernel: `query_tiles` tiles of 128 packed query rows by `cols` kv tokens.
 
     `ctas` 2: pairs of CTAs share work items. Each has its own query tiles, and half of every kv tile in shared memory,
@@ -67,8 +68,8 @@ class BlackwellTile:
         """Warps that make operands of staged tiles: those of the single warps that have no other task."""
         return 2 if self.staged else 0
 
-    def __post_init__(self) -> None:
-        rules = {
+    def rules(self) -> dict[str, bool]:
+        return {
             "query_tiles must be 1 or 2": self.query_tiles in (1, 2),
             "cols must be 64 or 128": self.cols in (64, 128),
             "k_stages and v_stages must be at least 1": min(self.k_stages, self.v_stages) >= 1,
@@ -79,9 +80,6 @@ class BlackwellTile:
             "one query tile needs two v_stages": self.query_tiles == 2 or self.v_stages == 2,
             "staged must be 0 to 2": 0 <= self.staged <= 2,
         }
-        for rule, holds in rules.items():
-            if not holds:
-                raise ValueError(f"{self}: {rule}")
 
 
 @dataclass(frozen=True)
@@ -91,19 +89,14 @@ class Fa4Spec(PersistentSpec):
     kernel: ClassVar[str] = "fa4"
     tile: BlackwellTile = BlackwellTile()
 
-    def __post_init__(self) -> None:
-        if self.tile.ctas == 2 and (self.kv == "gathered" or self.kv_dtype):
-            raise ValueError(f"{self}: pairs of CTAs load K and V by TMA, in the dtype of q")
+    def rules(self) -> dict[str, bool]:
+        plain = self.kv != "gathered" and not self.kv_dtype
+        return {"pairs of CTAs load K and V by TMA, in the dtype of q": self.tile.ctas == 1 or plain}
 
     @property
     def clears_tail(self) -> bool:
         """Whether rows of the last V tile may belong to another request or to none."""
         return self.schedule == "items" and self.kv in ("dense", "paged") and not self.kv_dtype
-
-    @property
-    def normalizes_q(self) -> bool:
-        """Whether rows of q are converted to the dtype of converted keys and values."""
-        return bool(self.kv_dtype) and self.dtype == "bfloat16"
 
     @property
     def registers(self) -> tuple[int, int, int]:

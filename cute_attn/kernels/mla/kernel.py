@@ -92,7 +92,7 @@ class MlaProgram(LatentProgram):
         """Process the tiles of a segment, and leave their outputs in shared memory."""
         place = Place.of_thread(self.spec)
         tiles = self.tiles(p, segment)
-        softmax = SharedSoftmax(place, Exchange(self.memory, place, shared_memory()))
+        softmax = SharedSoftmax(place, Exchange(self.memory, shared_memory(), place, place.scores))
         QueryCopies(self.memory, p).fetch(rows, shared_memory() + Int32(self.memory.q))
         places = self.start_copies(tiles, split)
         state = LoopState(softmax.rows.start(), shared_memory(), places)

@@ -44,6 +44,11 @@ class MlaMemory(MemoryMap):
         return self.spec.rows
 
     @property
+    def warps_cols(self) -> int:
+        """Warps that have the same rows."""
+        return self.spec.slices
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row of a 16-bit tile, and of a query row."""
         return self.spec.columns * ITEM_BYTES

@@ -9,6 +9,8 @@ a barrier between them:
     records       of items, by a stable counting sort
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -47,24 +49,22 @@ class PlanProgram(GridProgram):
         ptx.sync_threads()
 
         num_tiles, keys, longest_kv = cta.count_tiles()
-        self.reduce(cta, Smem.longest_kv, longest_kv)
-        self.add(cta, Smem.total_kv, keys)
+        self.tell(cta, Smem.longest_kv, warp_max(longest_kv), raise_shared)
+        self.tell(cta, Smem.total_kv, warp_sum(keys), add_shared_wide)
         ptx.sync_threads()
         longest, total = cta.make_tiles(num_tiles)
-        self.reduce(cta, Smem.longest, longest)
-        self.add(cta, Smem.total, total)
+        self.tell(cta, Smem.longest, warp_max(longest), raise_shared)
+        self.tell(cta, Smem.total, warp_sum(total), add_shared_wide)
         ptx.sync_threads()
 
-        longest, total = (
-            ptx.ld_shared_b32(cta.base + Int32(Smem.longest)),
-            load_shared_wide(cta.base + Int32(Smem.total)),
-        )
+        longest = ptx.ld_shared_b32(cta.base + Int32(Smem.longest))
+        total = load_shared_wide(cta.base + Int32(Smem.total))
         first, chunk = Int32(0), Int32(0)
         if p.fixed_chunk == 0:
             first, chunk = SplitSize(cta, longest, total).find(num_tiles)
         records = Records(cta, first, chunk)
         num_items, num_merges, longest_item = records.make_splits(num_tiles)
-        self.reduce(cta, Smem.longest_item, longest_item)
+        self.tell(cta, Smem.longest_item, warp_max(longest_item), raise_shared)
         ptx.sync_threads()
         num_items, num_merges = ptx.minimum(num_items, p.item_capacity), ptx.minimum(num_merges, p.merge_capacity)
         records.write_items(
@@ -83,23 +83,14 @@ class PlanProgram(GridProgram):
             ptx.st_global_v2(p.counts, 0, [num_items, num_merges])
 
     @cute.jit
-    def reduce(self, cta: cutlass.Constexpr, offset: cutlass.Constexpr, x: Int32) -> None:
-        """Adds numbers of all threads to a maximum in shared memory."""
-        x = warp_max(x)
+    def tell(self, cta: cutlass.Constexpr, offset: cutlass.Constexpr, x: Any, add: cutlass.Constexpr) -> None:
+        """Adds a warp's number to one in shared memory, as `add` does."""
         if cta.lane == 0:
-            raise_shared(cta.base + Int32(offset), x)
-
-    @cute.jit
-    def add(self, cta: cutlass.Constexpr, offset: cutlass.Constexpr, x: Int64) -> None:
-        """Adds numbers of all threads to a sum in shared memory."""
-        x = warp_sum(x)
-        if cta.lane == 0:
-            add_shared_wide(cta.base + Int32(offset), x)
+            add(cta.base + Int32(offset), x)
 
     @cute.jit
     def clear(self, cta: cutlass.Constexpr, records: Int64, ints: cutlass.Constexpr, used: Int32, old: Int32) -> None:
         """Zeroes the records [used, old), which the schedule before has left."""
-        word, end, zero = used * Int32(ints // 4) + cta.thread, old * Int32(ints // 4), Int32(0)
-        while word < end:
-            ptx.st_global_v4(records + Int64(word) * Int64(16), 0, [zero, zero, zero, zero])
-            word = word + Int32(THREADS)
+        first, end = used * Int32(ints // 4) + cta.thread, old * Int32(ints // 4)
+        for word in cutlass.range(first, end, THREADS):
+            ptx.st_global_v4(records + Int64(word) * Int64(16), 0, [Int32(0) for _ in range(4)])

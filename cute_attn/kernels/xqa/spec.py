@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from cute_attn.kernels.formats import KV_BITS
+from cute_attn.kernels.formats import KV_BITS, Ruled
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
@@ -43,7 +43,7 @@ def padded_dim(head_dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class DecodeSpec(KernelSpec):
+class DecodeSpec(Ruled, KernelSpec):
     """What partition, merge, masks and host ask of every decode kernel. GQA group, page size, strides, lengths, window,
     scales and sinks are run-time values."""
 
@@ -117,8 +117,8 @@ class XqaSpec(DecodeSpec):
     # that its ring holds are copied, as soon as that has ended, from where they were before.
     prefetch: int = 0
 
-    def __post_init__(self) -> None:
-        rules = {
+    def rules(self) -> dict[str, bool]:
+        return {
             "head_dim must be that of whole chunks": is_head_dim(self.head_dim, self.kv_bits),
             "warps must be whole teams": self.warps % self.team == 0,
             "cols must be 16 or a multiple of 32": self.cols == 16 or self.cols % 32 == 0,
@@ -130,9 +130,6 @@ class XqaSpec(DecodeSpec):
             or (self.prefetch > 0 and self.kv_bits > 4 and self.work != "even"),
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
         }
-        for rule, holds in rules.items():
-            if not holds:
-                raise ValueError(f"{self}: {rule}")
 
     @property
     def rows(self) -> int:

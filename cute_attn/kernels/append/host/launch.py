@@ -24,7 +24,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 SLOTS = {PageTable: "pages", SlotMapping: "mapped", OwnRows: "rows"}
 # Tensors of indices that the kernel reads, in the order of the request's slots.
 INDICES = {"pages": ("batch_indices", "positions", "kv_indices", "kv_indptr"), "mapped": ("slot_mapping",), "rows": ()}
-SIDES = ("k_", "v_")
+SIDES = ("k", "v")
 
 
 class Layout(NamedTuple):
@@ -162,10 +162,10 @@ def _launches(gpu: Gpu, stored: str, slots: str, *plain: Any) -> tuple[Bound, Se
     fields: Fields = {**dict.fromkeys(names, 0), "k_units": 1, "v_units": 1, **_shared(layouts)}
     sides = SIDES[: len(units)]
     for i, side in enumerate(sides):
-        fields |= {side + name: value for name, value in _operand(layouts, i, chosen.access, units[i]).items()}
-    memory = ("source", "cache", "sf") if layouts.block_scales else ("source", "cache")
+        fields |= {f"{side}_{name}": value for name, value in _operand(layouts, i, chosen.access, units[i]).items()}
+    memory = ("", "_cache", "_sf") if layouts.block_scales else ("", "_cache")
     bound = [side + name for name in memory for side in sides] + [*INDICES[layouts.slots]]
-    bound += [side + name for name in ("scale", "scale_address") for side in sides]
+    bound += [side + name for name in ("_scale", "_scale_address") for side in sides]
     static = {name: fields[name] for name in names.difference(bound)}
     return launch.bind(static, bound), ((-(-items // THREADS), len(units), 1),)
 

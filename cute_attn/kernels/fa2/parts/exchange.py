@@ -16,10 +16,11 @@ from cutlass import Float32, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import RowStats
 from cute_attn.kernels.blocks.fragment_store import FragmentStore
-from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout, RowNumbers
+from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
+from cute_attn.kernels.blocks.row_exchange import RowExchange
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled, swizzled_offset
 from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax, any_of
-from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
+from cute_attn.kernels.fa2.parts.mma import WarpTile
 from cute_attn.kernels.fa2.smem import SharedMemory
 
 
@@ -69,27 +70,8 @@ class SlicedTile(WarpTile):
         return [ptx.ldmatrix_x4(at, i * 16 * pitch + offset) for i in range(count)]
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """The scratch in shared memory through which the warps of a CTA exchange P and their rows' state."""
-
-    memory: SharedMemory
-    base: Int32  # of shared memory
-    lanes: Lanes
-    layout: MmaFragmentLayout  # of the scores
-
-    @property
-    def numbers(self) -> RowNumbers:
-        """One number per row from each warp column."""
-        return RowNumbers(self.base + Int32(self.memory.row_maxima), self.memory.tile.rows, self.lanes)
-
-    def put_column(self, values: list[Float32]) -> None:
-        """Writes a number per row of this warp to the warp's column."""
-        self.numbers.put(self.lanes.warp_col, values)
-
-    def columns(self, row: Int32) -> list[Float32]:
-        """Reads what the warps have put for a row."""
-        return self.numbers.of_row(row, self.memory.tile.warps_cols)
+class Exchange(RowExchange):
+    """Exchange of the warps of a CTA, which also tell each other how the rows' state moved, and all need all of P."""
 
     @cute.jit
     def put_factors(self, values: list[Float32]) -> None:
@@ -101,14 +83,6 @@ class Exchange:
 
     def factor(self, row: Int32) -> Float32:
         return ptx.ld_shared_f32(self.base + Int32(self.memory.row_factors) + row * 4)
-
-    def put_p(self, p: list[Float32], dtype: str) -> None:
-        """Writes this thread's part of P in 16 bits."""
-        column = self.base + Int32(self.memory.p) + self.lanes.first_col() * 2
-        for slot in self.layout.slots:
-            address = column + self.lanes.row(slot) * self.memory.p_pitch
-            for i, first in self.layout.pairs(slot):
-                ptx.st_shared_b32(address, first * 2, ptx.pack_16(dtype, p[i], p[i + 1]))
 
     def fragments_of_p(self) -> list[list[list[Int32]]]:
         """Loads the A fragments of P, [block of 16 rows][k-step]."""

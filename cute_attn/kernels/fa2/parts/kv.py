@@ -273,21 +273,13 @@ class Converted:
         rows = memory.tile.team_cols
         row0 = team.index * rows
         k_chunks, v_chunks = -(-memory.k_bytes // CHUNK), -(-memory.v_bytes // CHUNK)  # the last may be half zeros
+        k, v = slot, slot + Int32(memory.v_offset)
+        to_k, to_v = self.target, self.target + Int32(memory.operand_v)
         scales = slot + Int32(memory.scales_offset) + row0 * SCALES_PITCH
-        parts = (
-            Part(slot, memory.k_pitch, self.target, memory.qk_pitch, k_chunks, scales),
-            Part(
-                slot + Int32(memory.v_offset),
-                memory.v_pitch,
-                self.target + Int32(memory.operand_v),
-                memory.vo_pitch,
-                v_chunks,
-                scales + Int32(SCALES_PITCH // 2),
-            ),
-        )
-        steps = [
-            (part.at_row(row0), i * team.size) for part in parts for i in range(-(-rows * part.chunks // team.size))
-        ]
+        k_part = Part(k, memory.k_pitch, to_k, memory.qk_pitch, k_chunks, scales)
+        v_part = Part(v, memory.v_pitch, to_v, memory.vo_pitch, v_chunks, scales + Int32(SCALES_PITCH // 2))
+        parts = (part.at_row(row0) for part in (k_part, v_part))
+        steps = [(part, i * team.size) for part in parts for i in range(-(-rows * part.chunks // team.size))]
         for n, (part, start) in enumerate(steps):
             index = team.thread + start
             if start + team.size <= rows * part.chunks:
@@ -329,7 +321,7 @@ class Part:
     def at_row(self, row: Int32) -> "Part":
         """The part from row `row`, a multiple of 8; `scales` already points there."""
         source, target = self.source + row * self.source_pitch, self.target + row * self.target_pitch
-        return Part(source, self.source_pitch, target, self.target_pitch, self.chunks, self.scales)
+        return dataclasses.replace(self, source=source, target=target)
 
 
 @dataclass(frozen=True)

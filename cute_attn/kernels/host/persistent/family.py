@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, get_args
 
-from cute_attn.kernels.blocks.persistent_spec import PersistentSpec, PersistentTile
+from cute_attn.kernels.blocks.attention_spec import PersistentSpec, PersistentTile
 from cute_attn.kernels.blocks.tiles import Launch, Operands, TileProblem, tile_rows
 from cute_attn.kernels.host.batch import Tiling
 from cute_attn.kernels.host.family import TiledFamily

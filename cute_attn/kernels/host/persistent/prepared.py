@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
+from cute_attn.kernels.blocks.attention_spec import PersistentSpec
 from cute_attn.kernels.blocks.smem_map import PersistentTile
 from cute_attn.kernels.blocks.tiles import tile_rows
 from cute_attn.kernels.formats import LINE

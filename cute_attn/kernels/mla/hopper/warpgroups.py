@@ -39,29 +39,19 @@ BOTH = 256  # threads
 class WarpgroupPlace(FragmentPosition):
     """Where a thread is: its warpgroup has all rows and, of the outputs, half of the columns."""
 
-    spec: HopperMlaSpec
+    spec = HopperMlaSpec  # what all specs have in common
+    dims = LATENT // 2  # output columns of the warpgroup
+    scores = MmaFragmentLayout(1, spec.cols // 8)
+    outputs = MmaFragmentLayout(1, dims // 8)
     warpgroup: Int32
     warp: Int32  # within the warpgroup
     lane: Int32
 
     @classmethod
-    def of_thread(cls, spec: HopperMlaSpec) -> "WarpgroupPlace":
+    def of_thread(cls) -> "WarpgroupPlace":
         thread = ptx.thread_index()
         warp = cute.arch.make_warp_uniform(thread >> 5)
-        return cls(spec, warp >> 2, warp & 3, thread & 31)
-
-    @property
-    def scores(self) -> MmaFragmentLayout:
-        return MmaFragmentLayout(1, self.spec.cols // 8)
-
-    @property
-    def outputs(self) -> MmaFragmentLayout:
-        return MmaFragmentLayout(1, self.dims // 8)
-
-    @property
-    def dims(self) -> int:
-        """Output columns of the warpgroup."""
-        return LATENT // 2
+        return cls(warp >> 2, warp & 3, thread & 31)
 
     @property
     def first_row(self) -> Int32:
@@ -80,7 +70,7 @@ class MmaWarpgroup:
     @property
     def place(self) -> WarpgroupPlace:
         """Where this thread is, found out at each use, so that nothing of it stays in registers in between."""
-        return WarpgroupPlace.of_thread(self.memory.spec)
+        return WarpgroupPlace.of_thread()
 
     @property
     def dtype(self) -> str:
@@ -176,12 +166,12 @@ class MmaWarpgroup:
 
     def scores(self, state: PipelineState) -> list[Float32]:
         """Start S = Q K^T."""
-        spec = self.place.spec
+        spec, columns = self.place.spec, self.memory.spec.columns
         for index in range(HALVES):
             self.rings.half(index).wait_full(state)
         tma.fence_async()  # once for both: it takes longer than the second wait
         q, k = (sm90.descriptor(address, 0) for address in (self.rings.q.data, self.half.address(state)))
-        steps = range(spec.columns // 16)
+        steps = range(columns // 16)
         a = sm90.MatrixA([], cute.arch.make_warp_uniform(q), [sm90.operand_offset(step, spec.rows) for step in steps])
         offsets = [sm90.operand_offset(step, spec.cols) for step in steps]
         k = cute.arch.make_warp_uniform(k)

@@ -59,7 +59,7 @@ class Place(FragmentPosition):
         return self.warp % self.spec.row_groups
 
     @property
-    def slice(self) -> Int32:
+    def warp_col(self) -> Int32:
         return self.warp // self.spec.row_groups
 
     @property
@@ -68,7 +68,7 @@ class Place(FragmentPosition):
         return self.row_group * self.group_rows
 
     def first_warp_col(self) -> Int32:
-        return self.slice * self.slice_cols
+        return self.warp_col * self.slice_cols
 
     def sync_group(self) -> None:
         """Barrier of the warps that have the same rows."""
@@ -130,7 +130,7 @@ class Products:
     def k_address(self, slot: Int32) -> Int32:
         """Address of this lane's token of the slice, of one of chunks 0 to 3."""
         lane, place = self.place.lane, self.place
-        at = slot + place.slice * (place.slice_cols * self.memory.row_bytes)
+        at = slot + place.warp_col * (place.slice_cols * self.memory.row_bytes)
         return at + swizzled(lane & 7, lane >> 3, self.memory.row_bytes)
 
     def rows_at(self, address: Int32, rows: int, chunks: int) -> list[Int32]:
@@ -158,7 +158,7 @@ class Products:
     def v_address(self, slot: Int32) -> Int32:
         """Address of this lane's token, of the first or second chunk of the slice."""
         lane, place = self.place.lane, self.place
-        columns = place.slice * (place.slice_dim // 8 * CHUNK)  # whole lines: the swizzle stays within one
+        columns = place.warp_col * (place.slice_dim // 8 * CHUNK)  # whole lines: the swizzle stays within one
         return slot + columns + swizzled(lane & 15, lane >> 4, self.memory.row_bytes)
 
     def p_address(self) -> Int32:

@@ -12,48 +12,21 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout, RowNumbers
+from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
+from cute_attn.kernels.blocks.row_exchange import RowExchange
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.softmax import Running, RunningSoftmax, add, tree
 from cute_attn.kernels.mla.parts.products import Place
-from cute_attn.kernels.mla.smem import MlaMemory
 from cute_attn.kernels.xqa.parts.merge import Merge
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Shared memory in which the warps of a row group tell each other numbers per row, P, and their outputs."""
-
-    memory: MlaMemory
-    place: Place
-    base: Int32  # of shared memory
-
-    @property
-    def numbers(self) -> RowNumbers:
-        """One number per row from each slice."""
-        return RowNumbers(self.base + Int32(self.memory.columns), self.memory.rows, self.place)
-
-    def put_column(self, values: list[Float32]) -> None:
-        """Write a number per row slot to the column of this warp's slice."""
-        self.numbers.put(self.place.slice, values)
-
-    def columns(self, slot: int) -> list[Float32]:
-        """Read what all slices have put for a row slot."""
-        return self.numbers.of_row(self.place.row(slot), self.memory.spec.slices)
-
-    def put_p(self, p: list[Float32]) -> None:
-        """Write this thread's part of P in 16 bits."""
-        place, layout = self.place, self.place.scores
-        column = place.slice * place.slice_cols + MmaFragmentLayout.lane_col(place.lane)
-        for slot in layout.slots:
-            address = self.base + Int32(self.memory.p) + place.row(slot) * self.memory.p_pitch + column * 2
-            for i, first in layout.pairs(slot):
-                ptx.st_shared_b32(address, first * 2, ptx.pack_16(self.memory.spec.dtype, p[i], p[i + 1]))
+class Exchange(RowExchange):
+    """Exchange of the warps of a row group, and where they leave their outputs for the merge."""
 
     def put_outputs(self, merge: Merge, out: list[Float32]) -> None:
         """Write this thread's outputs where the merge reads them."""
-        place, layout = self.place, self.place.outputs
-        first = place.slice * place.slice_dim + MmaFragmentLayout.lane_col(place.lane)
+        place, layout = self.lanes, self.lanes.outputs
+        first = place.warp_col * place.slice_dim + MmaFragmentLayout.lane_col(place.lane)
         for slot in layout.slots:
             row = place.row(slot)
             address = self.base + Int32(self.memory.outputs) + row * (self.memory.tile_dim * 4)
@@ -64,9 +37,9 @@ class Exchange:
     @cute.jit
     def put_stats(self, maxima: list[Float32], totals: list[Float32]) -> None:
         """Write maximum and sum of every row where the merge reads them."""
-        if cutlass.and_(self.place.quad_lane == 0, self.place.slice == 0):
+        if cutlass.and_(self.lanes.quad_lane == 0, self.lanes.warp_col == 0):
             for slot in cutlass.range_constexpr(len(maxima)):
-                at = self.base + Int32(self.memory.stats) + self.place.row(slot) * 8
+                at = self.base + Int32(self.memory.stats) + self.lanes.row(slot) * 8
                 ptx.st_shared_v2_f32(at, 0, [maxima[slot], totals[slot]])
 
 
@@ -83,13 +56,14 @@ class SharedSoftmax:
 
     def add_scores(self, running: Running, s: list[Float32]) -> Running:
         """Turn scores into P in shared memory, and rescale outputs and sums where anchors move."""
-        rows, exchange = self.rows, self.exchange
+        rows, exchange, place = self.rows, self.exchange, self.place
         exchange.put_column(rows.row_max(s))
-        self.place.sync_group()
-        running = rows.raise_anchors(running, [tree(ptx.fmax, exchange.columns(slot)) for slot in rows.slots])
+        place.sync_group()
+        maxima = [tree(ptx.fmax, exchange.columns(place.row(slot))) for slot in rows.slots]
+        running = rows.raise_anchors(running, maxima)
         p = rows.exponentials(s, running.shift, may_be_empty=True)
-        exchange.put_p(p)
-        self.place.sync_group()
+        exchange.put_p(p, place.spec.dtype)
+        place.sync_group()
         return running._replace(total=rows.sums(p, running.total))
 
     def publish(self, merge: Merge, running: Running) -> None:
@@ -98,7 +72,7 @@ class SharedSoftmax:
         exchange.put_column([layout.reduce(add, x) for x in running.total])
         exchange.put_outputs(merge, running.out)
         self.place.sync_group()
-        totals = [tree(add, exchange.columns(slot)) for slot in layout.slots]
+        totals = [tree(add, exchange.columns(self.place.row(slot))) for slot in layout.slots]
         exchange.put_stats([Float32(0.0) - x for x in running.shift], totals)
 
 

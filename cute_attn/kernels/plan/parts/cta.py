@@ -7,6 +7,7 @@ the index arrays hold.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
@@ -173,8 +174,7 @@ class Cta:
         carry, keys, longest = Int32(0), Int64(0), Int32(0)
         if self.thread == 0:
             ptx.st_global_b32(p.first_tile, 0, Int32(0))
-        first = Int32(0)
-        while first < p.batch_size:
+        for first in cutlass.range(0, p.batch_size, THREADS, unroll=1):
             i = first + self.thread
             tiles = Int32(0)
             if i < p.batch_size:
@@ -187,7 +187,6 @@ class Cta:
                 through = ptx.minimum(carry + before + tiles, p.max_tiles)
                 ptx.st_global_b32(p.first_tile + Int64(i) * Int64(4), 4, through)
             carry = ptx.minimum(carry + total, p.max_tiles)
-            first = first + Int32(THREADS)
         return carry, keys, longest
 
     @cute.jit
@@ -208,8 +207,7 @@ class Cta:
         """
         p = self.p
         longest, total = Int32(0), Int64(0)
-        tile = self.thread
-        while tile < num_tiles:
+        for tile in cutlass.range(self.thread, num_tiles, THREADS, unroll=1):
             i = self.request_of(tile)
             request = self.request(i)
             first_row = (tile - ptx.ld_global_u32(p.first_tile + Int64(i) * Int64(4))) * p.rows
@@ -217,5 +215,4 @@ class Cta:
             ptx.st_global_v4(p.tiles + Int64(tile) * Int64(16), 0, [i, first_row, begin, end])
             longest = ptx.maximum(longest, end - begin)
             total = total + Int64(end - begin)
-            tile = tile + Int32(THREADS)
         return longest, total

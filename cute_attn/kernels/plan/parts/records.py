@@ -30,8 +30,8 @@ def sort(cta: cutlass.Constexpr, count: Int32, key: cutlass.Constexpr, place: cu
     _count_keys(cta, count, key, counts)
     _start_positions(cta)
     begin, end = cta.segment(count)
-    while begin < end:
-        i = begin + cta.lane
+    for first in cutlass.range(begin, end, 32):
+        i = first + cta.lane
         exists = i < end
         mine = Int32(SORT_BINS)  # of lanes past the end
         if exists:
@@ -47,7 +47,6 @@ def sort(cta: cutlass.Constexpr, count: Int32, key: cutlass.Constexpr, place: cu
         ptx.sync_warp()
         if exists:
             place(i, start + rank)
-        begin = begin + Int32(32)
 
 
 @cute.jit
@@ -56,10 +55,8 @@ def _count_keys(cta: cutlass.Constexpr, count: Int32, key: cutlass.Constexpr, co
         ptx.st_shared_b32(counts + (step * 32 + cta.lane) * 4, 0, Int32(0))
     ptx.sync_warp()
     begin, end = cta.segment(count)
-    i = begin + cta.lane
-    while i < end:
+    for i in cutlass.range(begin + cta.lane, end, 32):
         add_shared(counts + key(i) * 4, Int32(1))
-        i = i + Int32(32)
     ptx.sync_threads()
 
 
@@ -110,20 +107,18 @@ class Records:
         cta, p = self.cta, self.cta.p
         begin, end = cta.segment(num_tiles)
         items, partials, merges = Int32(0), Int32(0), Int32(0)
-        tile = begin + cta.lane
-        while tile < end:
+        for tile in cutlass.range(begin + cta.lane, end, 32):
             first, last = ptx.ld_global_v2(p.tiles + Int64(tile) * Int64(16), 8)
             splits = self.splits_of(tile, first, last)
             items = items + splits
             partials = partials + ptx.select(splits > 1, splits, Int32(0))
             merges = merges + ptx.flag(splits > 1)
-            tile = tile + Int32(32)
         item, num_items = self.before_warp(items)
         partial, _ = self.before_warp(partials)
         merge, num_merges = self.before_warp(merges)
         longest = Int32(0)
-        while begin < end:
-            tile = begin + cta.lane
+        for of_warp in cutlass.range(begin, end, 32):
+            tile = of_warp + cta.lane
             splits, i, first_row, first, last = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
             if tile < end:
                 i, first_row, first, last = ptx.ld_global_v4(p.tiles + Int64(tile) * Int64(16), 0)
@@ -136,16 +131,13 @@ class Records:
             my_partial = ptx.maximum(ptx.minimum(my_partial, p.partial_capacity - splits), Int32(0))
             if cutlass.and_(splits > 1, my_merge < p.merge_capacity):
                 self.write_merge(my_merge, i, first_row, my_partial, splits)
-            j = Int32(0)
-            while j < splits:
+            for j in cutlass.range(splits):
                 slot = ptx.select(splits > 1, my_partial + j, Int32(NO_PARTIAL))
                 cost = self.store_split(my_item + j, tile, first, last, j, splits, slot)
                 longest = ptx.maximum(longest, cost)
-                j = j + Int32(1)
             item = ptx.shuffle_from(items, Int32(31))
             partial = ptx.shuffle_from(partials, Int32(31))
             merge = ptx.shuffle_from(merges, Int32(31))
-            begin = begin + Int32(32)
         return num_items, num_merges, longest
 
     def before_warp(self, x: Int32) -> tuple[Int32, Int32]:

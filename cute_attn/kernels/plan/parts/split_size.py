@@ -114,10 +114,8 @@ class SplitSize:
             self.fill_bins(num_tiles)
             if self.cta.warp == WARPS - 1:
                 self.unsplit()
-            index = self.cta.warp
-            while index < CANDIDATES:
+            for index in cutlass.range(self.cta.warp, CANDIDATES, WARPS, unroll=1):
                 self.estimate(index)
-                index = index + Int32(WARPS)
             ptx.sync_threads()
             first, chunk = self.best(last_wave(p, self.cta.lane, num_tiles, self.longest))
         return first, chunk
@@ -126,21 +124,17 @@ class SplitSize:
     def fill_bins(self, num_tiles: Int32) -> None:
         """Writes the candidates, and sizes and counts of the bins of query tiles."""
         cta = self.cta
-        word = cta.thread
-        while word < BINS * 2:
+        for word in cutlass.range(cta.thread, BINS * 2, THREADS, unroll=1):
             ptx.st_shared_b32(cta.base + Int32(Smem.histograms) + word * 4, 0, Int32(0))
-            word = word + Int32(THREADS)
         if cta.thread < CANDIDATES:
             ptx.st_shared_b32(cta.base + Int32(Smem.chunks) + cta.thread * 4, 0, self.candidate(cta.thread))
         ptx.sync_threads()
         width = ptx.divide(self.longest, Int32(BINS)) + Int32(1)
-        tile = cta.thread
-        while tile < num_tiles:
+        for tile in cutlass.range(cta.thread, num_tiles, THREADS, unroll=1):
             begin, end = ptx.ld_global_v2(cta.p.tiles + Int64(tile) * Int64(16), 8)
             place = cta.base + ptx.divide(end - begin, width) * 4
             raise_shared(place + Int32(Smem.sizes), end - begin)
             add_shared(place + Int32(Smem.bin_counts), Int32(1))
-            tile = tile + Int32(THREADS)
         ptx.sync_threads()
 
     def candidate(self, index: Int32) -> Int32:

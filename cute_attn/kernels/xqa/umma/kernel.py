@@ -61,7 +61,7 @@ class XqaUmmaProgram(GridProgram):
     @cute.kernel
     def kernel(self, params: XqaParams) -> None:
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint().to(Int32)
-        shared = Rings.at(self.memory.map, base, {})
+        shared = Rings.at(self.memory, base, {})
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread >> 5)
         self.prepare(shared, thread, warp)

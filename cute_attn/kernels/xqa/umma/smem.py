@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_attn.kernels.blocks.smem_map import RingLayout, Scratch, SmemMap
+from cute_attn.kernels.blocks.smem_map import RingLayout, RingMemory, Scratch
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 
@@ -13,7 +13,7 @@ SCORE_STAGES, Q_STAGES = 2, 2
 
 
 @dataclass(frozen=True)
-class UmmaMemory:
+class UmmaMemory(RingMemory):
     """Rings, in order of address, and scratch. Operands are stored in columns of lines, swizzled as TMA does.
 
     "kv" holds pieces of K and V as stored, in the order of their use: K of tile 0, then K of tile i + 1 and V of tile i
@@ -25,17 +25,21 @@ class UmmaMemory:
     spec: XqaUmmaSpec
 
     @property
-    def map(self) -> SmemMap:
+    def rings(self) -> tuple[RingLayout, ...]:
         spec = self.spec
         p_lines = -(-self.output_columns * spec.item_bytes // LINE)  # of a token's probabilities
-        rings = (
+        return (
             RingLayout("kv", spec.stages, spec.cols * spec.piece_dim * spec.item_bytes),
             RingLayout("q", Q_STAGES, self.score_columns * spec.head_dim * spec.item_bytes),
             RingLayout("p", 1, p_lines * spec.cols * LINE),
             RingLayout("s", SCORE_STAGES, 0),
             RingLayout("o", 1, 0),
         )
-        scratch = (
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        spec = self.spec
+        return (
             Scratch("outputs", spec.rows * spec.head_dim * 4),
             Scratch("stats", spec.rows * 8),
             Scratch("shifts", spec.rows * 4),  # negated anchors in log2 units
@@ -45,11 +49,6 @@ class UmmaMemory:
             Scratch("ticket", 16),
             Scratch("tmem", 16),
         )
-        return SmemMap(rings, scratch)
-
-    @property
-    def bytes(self) -> int:
-        return self.map.bytes
 
     # --- as the merge of XQA reads it: one state ---------------------------------------------------------------------
 
@@ -62,15 +61,15 @@ class UmmaMemory:
 
     @property
     def outputs(self) -> int:
-        return self.map.offset("outputs")
+        return self.offset("outputs")
 
     @property
     def stats(self) -> int:
-        return self.map.offset("stats")
+        return self.offset("stats")
 
     @property
     def ticket(self) -> int:
-        return self.map.offset("ticket")
+        return self.offset("ticket")
 
     # --- tensor memory -----------------------------------------------------------------------------------------------
 
