@@ -130,7 +130,7 @@ def test_a_bundle_of_deepseek_has_its_kernels(arch: str, tmp_path: Path) -> None
     parser = argparse.ArgumentParser()
     bundle.add(parser.add_subparsers())
     found = bundle.selected(parser.parse_args(["bundle", "DIR", *model]))[arch]
-    others = 64, True, 1.0, 1.0, 1.0, 1.0, None
+    others = 64, True, 1.0, None
     for kv_dtype, bits, grouped in ((BF16, 16, False), (E4M3, 8, False), (E4M3, 8, True), (E4M3, 16, True)):
         for qo_len, heads in product((1, 2, 4), (1, 16, 64)):
             settings = MlaSettings(torch.device("cuda"), BF16, kv_dtype, bits, grouped, heads, *others)

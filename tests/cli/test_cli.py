@@ -379,10 +379,9 @@ def test_demo_notices_wrong_results() -> None:
 def test_labels_leave_defaults_out() -> None:
     plain = Fa2Spec("bfloat16", "bfloat16", 128, 128, tile=Tile(128, 64, 4, 1, 2))
     assert specs.label(plain) == "fa2 bf16 >bf16 qk128 vo128 128x64/4x1/2"
-    rich = Fa2Spec(
-        "float16", "float32", 192, 128, "packed", ("scale", "soft_cap"), "rope", True, tile=Tile(16, 64, 1, 4, 2)
-    )
-    assert specs.label(rich) == "fa2 fp16 >fp32 qk192 vo128 packed scale+soft_cap rope split 16x64/1x4/2"
+    more = {"pos_encoding": "rope", "split": True, "tile": Tile(16, 64, 1, 4, 2)}
+    rich = Fa2Spec("float16", "float32", 192, 128, "packed", ("scale", "soft_cap"), **more)
+    assert specs.label(rich) == "fa2 fp16 >fp32 qk192 vo128 packed scale+soft_cap split rope 16x64/1x4/2"
     hopper = Fa3Spec("bfloat16", "bfloat16", 256, 256, "band", kv="paged", tile=HopperTile(128, 64, 2, 1))
     assert specs.label(hopper) == "fa3 bf16 >bf16 qk256 vo256 band paged 128x64/2+1"
     half = Fa3Spec("bfloat16", "bfloat16", 256, 256, tile=HopperTile(128, 64, 2, 1, q_registers=128))

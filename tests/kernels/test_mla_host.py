@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from cute_attn.kernels.mla.smem import HopperMlaMemory, MlaMemory
@@ -17,7 +15,7 @@ FORMS = (
     *(CacheForm(NARROW, 8, True), CacheForm(NARROW, 0, True), CacheForm(NARROW, 16, True)),
 )
 # What GPUs of compute capability 8.6 and 8.9 have, which run the cubins of sm_80.
-SMALL_AMPERE = dataclasses.replace(named("sm_80"), smem_limit=named("sm_120a").smem_limit)
+SMALL_AMPERE = named("sm_80")._replace(smem_limit=named("sm_120a").smem_limit)
 
 
 @pytest.mark.parametrize("arch", [*ARCHS.values(), SMALL_AMPERE], ids=lambda arch: f"{arch.name}-{arch.smem_limit}")
