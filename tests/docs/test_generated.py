@@ -19,8 +19,7 @@ def test_every_part_is_in_a_document() -> None:
 
 @pytest.mark.parametrize("path", WITH_PARTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_it_is_current(path: Path) -> None:
-    text = path.read_text()
-    assert text == generated.rewritten(text), "python -m tests.docs.generated writes it anew"
+    assert generated.rewritten(text := path.read_text()) == text, "python -m tests.docs.generated writes it anew"
 
 
 @pytest.mark.parametrize("path", WITH_PARTS, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -52,7 +52,6 @@ def test_block(block: Block) -> None:
     with contextlib.redirect_stdout(printed):
         exec(code, names)
     assert printed.getvalue(), "a block prints a result"
-    expected = [match["text"] for match in PRINTED.finditer(block.text)]
-    lines = printed.getvalue().splitlines()
+    expected, lines = PRINTED.findall(block.text), printed.getvalue().splitlines()
     if len(expected) == len(lines) or block.path.name == "README.md":  # else it prints more than comments can say
         assert lines == expected

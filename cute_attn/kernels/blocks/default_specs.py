@@ -1,4 +1,4 @@
-"""Specs that the compile gate builds of both families of persistent kernels."""
+"""Specs that the compile gate builds of both families of persistent kernels, and fields that it asks of fa2 too."""
 
 from __future__ import annotations
 
