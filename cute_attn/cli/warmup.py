@@ -180,7 +180,11 @@ def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> t
         reasons += [] if found else [f"{arch.name}; latent attention over a cache of {kv_dtype}"]
     plain = [source for source in sources if not (shape.latent and source == "paged")]
     for source, decode in product(plain, (False, True)):
-        asked = shape.features(shape.dtype if shape.latent else kv_dtype, source, decode)
+        try:
+            asked = shape.features(shape.dtype if shape.latent else kv_dtype, source, decode)
+        except ArgumentError as error:  # other dtypes may have kernels
+            reasons.append(f"{arch.name}: {error}")
+            continue
         calls = [asked, asked._replace(device_lengths=True)] if decode and source == "paged" else [asked]
         for features in calls:
             try:

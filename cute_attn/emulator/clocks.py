@@ -237,7 +237,10 @@ class Shadow:
         self.reads[op.agent][cells] = op.epoch
         last = self.last_read[_blocks(cells), op.agent]
         np.maximum(last, op.epoch, out=last)
-        return self._updated(cells[None], op.clock[self.row][None])
+        conflict = self._updated(cells[None], op.clock[self.row][None])
+        if conflict is None and (conflict := self._updated(cells[None], op.clock[PROXY][None])):
+            conflict = conflict._replace(kind="proxy")
+        return conflict
 
     def op_write(self, cells: Array, op: Op) -> Conflict | None:
         """Record a write by an asynchronous operation."""

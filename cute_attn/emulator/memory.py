@@ -159,7 +159,7 @@ class SharedMemory:
         kind, agent, lane = conflict
         if kind == "proxy":
             raise ProxyFault(
-                f"{what} reads shared memory that {self.clocks.name(agent)} wrote with ordinary stores: "
+                f"{what} reads shared memory that {self.clocks.name(agent)} wrote with ordinary stores or updates: "
                 "no fence.proxy.async lies between"
             )
         at = int(offsets.min() if lane is None else offsets[lane])

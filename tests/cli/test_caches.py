@@ -140,13 +140,16 @@ def test_a_bundle_of_deepseek_has_its_kernels(arch: str, tmp_path: Path) -> None
     assert {prompts.name, "append", "plan"} < {spec.kernel for spec in found}
 
 
-def test_latent_attention_of_other_sizes_is_refused(tmp_path: Path) -> None:
+def test_other_sizes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK | {"kv_lora_rank": 256}))
     with pytest.raises(ArgumentError, match=r"kernels for kv_lora_rank 512 .*, the configuration has 256 and 64"):
         warmup.shapes_of(options(model_config=tmp_path))
     shape = Shape(16, 16, 192, 128, "bfloat16", latent=True)
     refused = ["sm_90a; latent attention over a cache of nvfp4"]
     assert warmup.needed(shape, "nvfp4", ["paged"], named("sm_90a")) == ([], refused)
+    narrow = LLAMA._replace(head_dim=72, head_dim_vo=72), "nvfp4", ["paged"], named("sm_90a")
+    why = "sm_90a: NVFP4 (uint8) k and v need head dimensions that are multiples of 16, got 72 and 72"
+    assert warmup.needed(*narrow) == ([], [why] * 2)  # prefill and decode
 
 
 # ---- commands

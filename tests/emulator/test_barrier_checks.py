@@ -147,10 +147,7 @@ def test_relaxed_arrivals_order_no_memory(arrival: str, wait: str, ordered: bool
 USES = {
     "an arrival": ((), (_arrive(),)),
     "a relaxed arrival": ((), (_arrive(".relaxed"),)),
-    "st.async": (
-        (ANNOUNCE.replace("64;", "4;"),),
-        (SEND,),
-    ),
+    "st.async": ((ANNOUNCE.replace("64;", "4;"),), (SEND,)),
 }
 
 

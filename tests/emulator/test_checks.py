@@ -43,8 +43,7 @@ STORE = "st.shared.b32 [%r9], %me;"
 OTHERS = ("xor.b32 %r1, %r9, 128;", "ld.shared.b32 %r2, [%r1];", "st.global.b32 [%rd8], %r2;")
 INIT = (*FIRST, "mbarrier.init.shared::cta.b64 [%r8], 64;", "SKIP:", "bar.sync 0;")
 WAIT = "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%r8], 0; @!p bra WAIT; }"
-FILL = (STORE, "bar.sync 0;")
-UPDATE = "red.shared.add.u32 [%r8], 1;"
+FILL, READ, UPDATE = (STORE, "bar.sync 0;"), "ld.shared.b32 %r2, [%r8];", "red.shared.add.u32 [%r8], 1;"
 BULK = (
     *(*FIRST, "mov.b64 %rd1, p_map1;", "cvta.param.u64 %rd1, %rd1;", "mov.u32 %r7, 0;"),
     "cp.async.bulk.tensor.1d.global.shared::cta.tile.bulk_group [%rd1, {%r7}], [%r8];",
@@ -73,8 +72,10 @@ WRONG: dict[type[EmulatorError], dict[str, tuple[str, tuple[str, ...]]]] = {  # 
     faults.Race: {
         "write, then read by another warp": ("races with a write by warp", (STORE, *OTHERS)),
         "read, then write by another warp": ("races with a read by warp", (STORE, "bar.sync 0;", *OTHERS, STORE)),
-        "update, then read by another warp": ("races with a write", (*FILL, UPDATE, "ld.shared.b32 %r2, [%r8];")),
-        "read, then update by another warp": ("races with a read", (*FILL, "ld.shared.b32 %r2, [%r8];", UPDATE)),
+        "update, then read by another warp": ("races with a write", (*FILL, UPDATE, READ)),
+        "update, then write by another warp": ("races with a write", (*FILL, UPDATE, STORE)),
+        "update, then async read": ("races with a write", (STORE, FENCE, "bar.sync 0;", UPDATE, FENCE, *BULK)),
+        "read, then update by another warp": ("races with a read", (*FILL, READ, UPDATE)),
         "two writers": ("races with a write", ("st.shared.b32 [%r8], %me;",)),
         "async read, then write": ("races", (STORE, FENCE, "bar.sync 0;", *BULK[:-2], "SKIP:", STORE)),
         "copies not waited for": ("cp.async", (*COPIED[:2], "cp.async.commit_group;", "ld.shared.b32 %r1, [%r9];")),
@@ -83,6 +84,7 @@ WRONG: dict[type[EmulatorError], dict[str, tuple[str, tuple[str, ...]]]] = {  # 
         "generic write, async read": ("fence.proxy.async", (STORE, "bar.sync 0;", *BULK)),
         "fence, generic write, async read": ("no fence.proxy.async", (FENCE, STORE, "bar.sync 0;", *BULK)),
         "copies, then async read": ("fence.proxy.async", (*COPIED, "bar.sync 0;", *BULK)),
+        "update, then async read": ("fence.proxy.async", (STORE, FENCE, "bar.sync 0;", UPDATE, "bar.sync 0;", *BULK)),
     },
     faults.BarrierFault: {
         "no mbarrier": ("no mbarrier", (ARRIVE,)),
@@ -108,9 +110,8 @@ WRONG: dict[type[EmulatorError], dict[str, tuple[str, tuple[str, ...]]]] = {  # 
 
 RIGHT: dict[str, tuple[str, ...]] = {
     "copies, then async read": (*COPIED, FENCE, "bar.sync 0;", *BULK),
-    "updates, barrier, read, barrier, write": (
-        *(*FILL, UPDATE, "bar.sync 0;", "ld.shared.b32 %r2, [%r8];", "bar.sync 0;", STORE),
-    ),
+    "updates, barrier, read, barrier, write": (*FILL, UPDATE, "bar.sync 0;", READ, "bar.sync 0;", STORE),
+    "updates, fence, barrier, async read": (*FILL, UPDATE, FENCE, "bar.sync 0;", *BULK),
     "read, barrier, write": (STORE, "bar.sync 0;", *OTHERS, "bar.sync 0;", STORE),
     "write, fence by the writer, async read": (STORE, FENCE, "bar.sync 0;", *BULK),
     "write, fence by the reader, async read": (STORE, "bar.sync 0;", FENCE, *BULK),

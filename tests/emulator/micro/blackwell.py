@@ -19,9 +19,8 @@ SMEM = 1024
 
 
 def memory_cases() -> Iterator[Case]:
-    yield from (
-        _pair(f"tile.pair{more}", more) for more in (".L2::cache_hint.cta_group::2", ".cta_group::2.L2::cache_hint")
-    )
+    for more in (".L2::cache_hint.cta_group::2", ".cta_group::2.L2::cache_hint"):
+        yield _pair(f"tile.pair{more}", more)
     yield from map(wide, WIDE_STORES)
     yield from _transposed_bytes()
 
