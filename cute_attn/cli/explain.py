@@ -180,7 +180,7 @@ def of_batch(options: argparse.Namespace, arch: archs.Arch | None, sms: int) -> 
 
     def planned(family: Any) -> tuple[str, Launches]:
         plan, found = family.batch_launches(settings, lengths, limits, arch, sms)
-        return schedule(plan) if plan else "  no schedule: CTAs find equal shares of all keys", found
+        return schedule(plan) if plan else "  CTAs divide the keys without a schedule", found
 
     pages = f" in pages of {options.page_size}" if options.page_size else ""
     title = f"{_count(lengths.batch_size, 'request')}, {_count(lengths.rows, 'query token')}"

@@ -381,7 +381,7 @@ CAPABILITIES = (
     Capability(
         "fixed_split_size, disable_split_kv",
         lambda f: f.own_splits,
-        _no("its kernel cuts the keys of all requests into equal shares", _FA2, "xqa"),
+        _no("its CTAs divide the keys without a schedule", _FA2, "xqa"),
     ),
     Capability(
         "expanded q, k or v (a stride of 0)",

@@ -351,13 +351,16 @@ def launch(
 ) -> Stats:
     """Execute the kernel `description["symbol"]` of `ptx` on `memory`, in place.
 
-    `description`: symbol, grid, block, cluster, smem_bytes, pdl, params (bytes) and, where parameters are not laid out
-    back to back from offset 0, param_offsets; registers (of a thread) if known.
+    `description`: symbol, grid, block, smem_bytes, params (bytes); optionally cluster, pdl, registers (of a thread)
+    and, where parameters are not laid out back to back from offset 0, param_offsets.
     `checks` adds checks of races and proxy fences to those of bounds and initialisation; `events` records what a
     timeline needs. `strict`: order in tensor memory needs tcgen05.wait::ld and tcgen05.fence, as the PTX ISA has it;
     without it a tcgen05.ld is over at once and barriers order tensor memory alone. Raises EmulatorError, which says
     what is wrong and where.
     """
+    needed = "symbol", "grid", "block", "smem_bytes", "params"
+    if missing := [name for name in needed if description.get(name) is None]:
+        raise LaunchFault(f"description lacks {', '.join(missing)}; it needs {', '.join(needed)}")
     kernel = program(ptx, description["symbol"])
     for region in memory.regions:
         region.start_launch(bool(description.get("pdl")))

@@ -237,9 +237,13 @@ class GlobalMemory:
         exists: bool = True,
         data: Array | None = None,
     ) -> Region:
-        """Add `nbytes` of this process's memory at `address`, or `data` as if it were there."""
+        """Add `nbytes` of this process's memory at `address`, or `data`, a flat array of as many bytes, as if it were
+        there."""
         if data is None:
             data = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+        elif not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.shape != (nbytes,):
+            got = f"{data.dtype} of shape {data.shape}" if isinstance(data, np.ndarray) else type(data).__name__
+            raise MemoryFault(f"data of {name} must be a flat uint8 array of nbytes = {nbytes}, got {got}")
         region = Region(name, address, data, writable, valid, exists)
         at = bisect.bisect(self.bases, address)
         after = self.bases[at] if at < len(self.bases) else 1 << 64

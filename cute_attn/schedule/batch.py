@@ -200,7 +200,7 @@ def _with_splits(tiles: int, params: SchedulerParams, partials: int) -> Capacity
 
 def _fills_waves(params: SchedulerParams, sizes: LaunchSizes) -> bool:
     """Tells whether a batch with lengths on the device is a prefill whose query tiles fill the GPU. The search
-    splits none of 200 random ones, and a combine launch costs some 3 us even without work.
+    splits none of 200 random ones, and a combine launch takes 1.3 us even without work (H200).
     """
     if not params.causal and sizes.max_kv_tokens >= LONG_KEYS * sizes.batch_size:
         return False  # equal tiles, whose last wave may be cut

@@ -1,7 +1,7 @@
 """Hooks of mkdocs: files outside of docs/ become pages, and links to them follow.
 
 On GitHub every page is read where it lies, so links are relative to files. The site has no files outside of docs/:
-README.md becomes its first page, CONTRIBUTING.md and CHANGELOG.md pages beside it, examples pages with their source.
+README.md becomes its first page, other documents pages beside it, examples pages with their source.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "cute_attn/emulator/README.md": "kernels_of_your_own.md",
+}
 LANGUAGES = {".py": "python", "": "dockerfile"}
 
 LINK = re.compile(r"(?P<before>\]\()(?P<path>[^)#\s:]+)(?P<after>#[^)\s]*)?(?=\))")

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_attn.emulator import EmulatorError, Schedule
+from cute_attn.emulator import EmulatorError, GlobalMemory, Schedule
 from cute_attn.emulator import errors as faults
-from cute_attn.emulator.errors import RegisterFault
 from cute_attn.emulator.isa.wgmma import WarpgroupFault
 from tests.emulator.micro import emulate
 from tests.emulator.micro.case import Case, Map, Text
@@ -167,10 +166,8 @@ SUM_OF_BLOCKS = (
     "add.u32 %r2, %r1, 10;",
     "st.global.b32 [%rd1+64], %r2;",
     "atom{order}.global.add.u32 %r3, [%dst], 1;",
-    "setp.ne.u32 %p2, %r3, 3;",
-    "@%p2 bra SKIP;",
-    "ld.global.b32 %r4, [%dst+64];",
-    "ld.global.b32 %r5, [%dst+76];",
+    *("setp.ne.u32 %p2, %r3, 3;", "@%p2 bra SKIP;"),
+    *("ld.global.b32 %r4, [%dst+64];", "ld.global.b32 %r5, [%dst+76];"),
     "add.u32 %r4, %r4, %r5;",
     "st.global.b32 [%dst+128], %r4;",
     "SKIP:",
@@ -227,6 +224,7 @@ def test_dependent_launches(access: str) -> None:
         ({"block": (48, 1, 1)}, "multiple of 32"),
         ({"block": (128, 1, 1)}, "requires"),
         ({"smem_bytes": 232448}, "bytes of shared memory"),
+        ({"smem_bytes": None}, "description lacks smem_bytes"),
         ({"params": bytes(8)}, "too few"),
         ({"symbol": "macro"}, "no kernel macro"),
         ({"grid": 3, "cluster": (2, 1, 1)}, "multiple of the cluster"),
@@ -235,6 +233,8 @@ def test_dependent_launches(access: str) -> None:
 def test_launches_that_cannot_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises(faults.LaunchFault, match=message):
         run(kernel(), **change)
+    with pytest.raises(faults.MemoryFault, match=r"data of x must be .* nbytes = 8, got float32"):
+        GlobalMemory().add("x", 0, 8, data=np.zeros(2, np.float32))
 
 
 # --- wgmma ------------------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_products() -> None:
     ],
 )
 def test_registers_of_products(lines: tuple[str, ...], message: str) -> None:
-    with pytest.raises(RegisterFault, match=message):
+    with pytest.raises(faults.RegisterFault, match=message):
         run(product(*lines))
 
 
