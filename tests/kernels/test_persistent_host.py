@@ -10,6 +10,7 @@ import pytest
 
 from cute_attn import ArgumentError
 from cute_attn.dispatch import backends
+from cute_attn.dispatch.families import FAMILIES
 from cute_attn.emulator import using
 from cute_attn.emulator.tensormap import TensorMap, decode
 from cute_attn.kernels.combine.spec import CombineSpec
@@ -22,6 +23,7 @@ from cute_attn.kernels.host.single import Scheduler
 from cute_attn.problem import Problem
 from cute_attn.runtime import counters, tensormap
 from cute_attn.runtime.launch import CPU
+from cute_attn.schedule.batch import Size
 from tests.support.batch_case import heads, make, paged, plan_arguments, ragged, wrapper
 from tests.support.named_launches import recorded
 from tests.support.persistent_host import TARGETS, Target, single
@@ -54,8 +56,7 @@ def test_empty_and_single_axes(target: Target) -> None:
     problem = single(qo_len=1, kv_len=0, heads=(1, 1))
     k = problem.k.as_strided((0, 1, 64), (64, 3, 1))
     q, decoded = maps(target, problem._replace(k=k), 1)
-    assert q.dims == (64, 1, 1, 1)
-    assert decoded.dims == (64, 1, 1, 1)
+    assert q.dims == decoded.dims == (64, 1, 1, 1)
     assert decoded.strides == (16, 16, 16)
 
 
@@ -86,24 +87,20 @@ def test_the_grid_covers_every_tile_once(target: Target, kv_len: int, heads: tup
     numbers = dict(zip(prepared.ORDER_FIELDS + prepared.LENGTH_FIELDS, map(int, schedule.numbers), strict=True))
     blocks, head_blocks = -(-100 * schedule.heads // schedule.tile.rows), heads[0] // schedule.heads
     assert numbers["total_tiles"] == blocks * head_blocks * schedule.num_splits
-    ctas = schedule.tile.ctas
-    assert schedule.grid == (ctas * min(132 // ctas, numbers["total_tiles"]), 1, 1)
+    assert schedule.grid == ((ctas := schedule.tile.ctas) * min(132 // ctas, numbers["total_tiles"]), 1, 1)
     split_tokens, split_tiles = numbers["split_tokens"], numbers["split_tiles"]
     section_tiles, section = numbers["section_tiles"], numbers["section_heads"]
     assert split_tokens * schedule.num_splits >= kv_len > split_tokens * (schedule.num_splits - 1)
-    assert split_tiles == blocks * head_blocks
-    assert section_tiles == blocks * section
+    assert (split_tiles, section_tiles) == (blocks * head_blocks, blocks * section)
     assert head_blocks % section == 0
 
 
 def test_launches(target: Target) -> None:
     (main, grid), (merge, rows) = target.family.launches(single(3, 20_000), target.arch, 132)
     assert isinstance(main, target.family.spec_type)
-    assert main.split
-    assert main.out_dtype == "float32"
+    assert (main.split, main.out_dtype) == (True, "float32")
     assert 2 < grid[0] <= 132
-    assert merge == CombineSpec("float16", 64)
-    assert rows == (24, 1, 1)
+    assert (merge, rows) == (CombineSpec("float16", 64), (24, 1, 1))
     assert target.family.launches(single(0), target.arch, 132) == []
     ((alone, _),) = target.family.launches(single(3000, 300, window_left=5), target.arch, 132)
     assert isinstance(alone, target.family.spec_type)
@@ -127,6 +124,9 @@ def test_launches_of_batches(target: Target, page_size: int) -> None:
         small = built.limits._replace(workspace_bytes=0)
         assert backends.workspace("emulator", settings, built.lengths, small) == (partials, records)
     assert partials > 0
+    for family in (target.family, FAMILIES["fa2"]):  # equal tilings are one object: plans keep their launches
+        sizes = Size(6, 6000, 12, 7000), Size(7, 6000, 14, 9000)
+        assert len({family.tiling(settings, size, target.arch, 132) for size in sizes}) == 1
 
 
 @pytest.mark.parametrize(("sms", "kv_len", "resident"), [(4, 6000, 1), (4, 900, 5), (132, 6000, 16), (4, 0, 16)])

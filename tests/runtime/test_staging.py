@@ -186,14 +186,11 @@ class CopyDriver(StubDriver):
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> CopyDriver:
     """The context of device 0 is current."""
-    made, current = CopyDriver(()), {"current_stream": str, "is_current_stream_capturing": lambda: False}
+    made, stubs = CopyDriver(()), {"current_stream": str, "is_current_stream_capturing": lambda: False}
+    stubs |= {"Event": made.new_event, "device": lambda index: {1: contextlib.nullcontext()}[index]}
     monkeypatch.setattr(launch, "load_driver", lambda: made)
     monkeypatch.setattr(launch, "current_stream", lambda index: 70 + index)
-    for name, stub in {
-        "Event": made.new_event,
-        "device": lambda index: {1: contextlib.nullcontext()}[index],
-        **current,
-    }.items():
+    for name, stub in stubs.items():
         monkeypatch.setattr(torch.cuda, name, stub)
     return made
 

@@ -14,6 +14,7 @@ from cute_attn.errors import RuntimeArgumentError, WorkspaceError
 from cute_attn.kernels.host.planner import Room
 from cute_attn.problem import BatchLengths, BatchLimits, LaunchSizes
 from cute_attn.schedule.batch import typical_qo_len, visible_kv_tiles
+from cute_attn.schedule.constants import COMBINE_TIME, CUT_WORTHWHILE, ITEM_TIME, UNIT
 from cute_attn.schedule.params import Capacity, SchedulerParams
 from cute_attn.schedule.records import NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS
@@ -106,8 +107,7 @@ def check_coverage(work: WorkList, lengths: BatchLengths, params: SchedulerParam
                 assert (item.mask_high << 32) + item.mask_low == lengths.mask_offset[request]
                 assert item.kv_begin % params.cols == 0
                 assert item.kv_end <= kv_len
-                assert item.kv_begin < item.kv_end or (item.kv_begin, item.kv_end) == (0, 0)
-                assert item.kv_begin < item.kv_end or len(splits) == 1
+                assert item.kv_begin < item.kv_end or (item.kv_begin, item.kv_end, len(splits)) == (0, 0, 1)
     assert len(found) == expected
 
 
@@ -130,9 +130,7 @@ def check_partials(work: WorkList, params: SchedulerParams, limits: BatchLimits)
         assert merge.qo_len == group[0].qo_len
         assert 2 <= merge.num_splits == len(group) <= MAX_SPLITS
         by_key = sorted(group, key=lambda item: item.kv_begin)
-        assert [item.partial for item in by_key] == list(
-            range(merge.first_partial, merge.first_partial + merge.num_splits)
-        )
+        assert [item.partial - merge.first_partial for item in by_key] == [*range(merge.num_splits)]
         slots += [item.partial for item in group]
     assert not merges
     assert sorted(slots) == list(range(work.num_partials))
@@ -154,18 +152,24 @@ def test_every_visible_tile_once_within_the_workspace_longest_first(
 
 
 def test_the_host_knows_where_no_split_pays() -> None:
-    """Launches without room for splits lose none; of random batches without splits nearly all have no room."""
+    """By the times of all query tiles. Launches without room for splits lose none, and few without splits have room."""
     rng, roomy, whole = np.random.default_rng(0), 0, 0
     for _ in range(600):
         case = random_case(rng, most_requests=70, most_tokens=4000)
         lengths, limits = lengths_of(case.qo_len, case.kv_len), LIMITS._replace(workspace_bytes=1 << 50)
-        capacity = Room.of(lengths, case.params, limits).capacity
-        tiles = len(visible_kv_tiles(lengths, case.params)[0])
-        work = schedule(lengths, case.params, limits, Capacity(tiles * 129, tiles, 1 << 20))
+        params, capacity = case.params, Room.of(lengths, case.params, limits).capacity
+        begin, end = visible_kv_tiles(lengths, params)
+        times, tiles = np.sort(end - begin)[::-1] * UNIT + ITEM_TIME, len(end)  # the first n run in so many waves
+        makespan = max(-(np.arange(1, tiles + 1) * -params.num_kv_heads // params.resident_ctas) * times, default=0)
+        share = int(times.sum()) * params.num_kv_heads // params.resident_ctas + COMBINE_TIME
+        long = max(end - begin, default=0) >= 2 * params.min_split_tiles
+        assert (capacity.merges > 0) == (long and share * CUT_WORTHWHILE[1] <= makespan * CUT_WORTHWHILE[0]), case
+        work = schedule(lengths, params, limits, Capacity(tiles * 129, tiles, 1 << 20))
         assert capacity.merges or not work.num_partials, case
         whole += not work.num_partials
         roomy += not work.num_partials and capacity.merges > 0
     assert roomy < 0.1 * whole
+    assert not Room.of(lengths_of([0, 1], [100_000, 10]), DECODE, LIMITS).capacity.merges  # keys that no token sees
 
 
 @st.composite
@@ -190,8 +194,7 @@ def graph_plans(draw: st.DrawFn) -> tuple[LaunchSizes, list[BatchLengths]]:
 def test_every_batch_within_graph_limits_fits_the_same_launch(
     plans: tuple[LaunchSizes, list[BatchLengths]], params: SchedulerParams, limits: BatchLimits
 ) -> None:
-    sizes, batches = plans
-    counts = set()
+    (sizes, batches), counts = plans, set()
     for lengths in batches:
         work = scheduled(lengths, params, limits._replace(sizes=sizes))
         check_coverage(work, lengths, params)

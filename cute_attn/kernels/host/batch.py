@@ -25,7 +25,7 @@ Tensors = tuple[Any, ...]  # q, k, v, out, lse, a tuple of `operands.Optional`; 
 T_co = TypeVar("T_co", covariant=True)  # a family's tile
 
 
-@dataclass(frozen=True, eq=False)  # families keep them: equal ones are one object
+@dataclass(frozen=True, eq=False)  # families make them by `prepared`: equal ones are one object
 class Tiling(Generic[T_co]):
     """A family's tile for a batch, the parameters of the scheduler, and how the kernel takes its tiles."""
 

@@ -123,7 +123,7 @@ def _tiling(settings: Settings, rows: int, arch: Arch, sms: int) -> Tiling[Tile]
         min_split_tiles=min_split_tiles(tile.rows, tile.cols, *kind.head_dims),
         partial_row_bytes=4 * (features.head_dim_vo + 1),
     )
-    return Tiling(tile, rule, params)
+    return prepared(Tiling, tile, rule, params)
 
 
 def mask(features: Features) -> str:

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from cute_attn.kernels.blocks.attention_spec import PersistentSpec, PersistentTile
 from cute_attn.kernels.blocks.tiles import Launch, Operands, TileProblem, tile_rows
@@ -144,7 +144,7 @@ class PersistentFamily(TiledFamily[T]):
         return (tile.ctas * min(total, tiling.params.resident_ctas), 1, 1), order + lengths
 
 
-def _tiling(settings: Settings, rule: Rule[T], heads: int, kv_len: int, sms: int, launch: Launch) -> Tiling[T]:
+def _tiling(settings: Settings, rule: Rule[Any], heads: int, kv_len: int, sms: int, launch: Launch) -> Tiling[Any]:
     """Returns the tiling for a launch with requests of up to `kv_len` keys. To the scheduler, `heads` that share a tile
     are one group.
     """
@@ -165,7 +165,7 @@ def _tiling(settings: Settings, rule: Rule[T], heads: int, kv_len: int, sms: int
         l2_section_heads=section,
         l2_kv_tokens=section_tokens(features, launch) // kv_heads,
     )
-    return Tiling(tile, rule, params, tile.ctas, batch_order)
+    return prepared(Tiling, tile, rule, params, tile.ctas, batch_order)
 
 
 def batch_order(params: SchedulerParams, items: int, late: int) -> Values:
