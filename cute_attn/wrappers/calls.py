@@ -186,8 +186,8 @@ def operands(
 
 def _is_number(x: Tensor) -> bool:
     """Tell whether a scale is a tensor on the CPU that all checks read."""
-    stored = x.is_cpu and x.layout is torch.strided
-    return stored and x.numel() == 1 and x.is_floating_point() and not x.requires_grad and not x.is_neg()
+    stored = x.is_cpu and x.layout is torch.strided and not x.is_neg()
+    return stored and x.numel() == 1 and x.is_floating_point() and not (x.requires_grad and is_grad_enabled())
 
 
 def replay(

@@ -125,6 +125,18 @@ def test_scales_of_appends_on_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     test_launches("append NVFP4", "auto", False, monkeypatch)
 
 
+@pytest.mark.parametrize("name", ["append NVFP4", "single prefill, scales"])
+def test_scales_on_the_cpu_that_need_gradients(name: str) -> None:
+    """They are numbers of a launch without gradients, read in every call."""
+    entry, driver = ENTRIES[name], RecordingDriver()
+    with pretended(driver), torch.no_grad():
+        call = entry.begin(entry.tensors, "auto")
+        for value in ("0.5", "0.25"):
+            scale = torch.full((1,), float(value), dtype=torch.float32, requires_grad=True)
+            [(_, _, of_launch)], _ = launched(driver, call, {**entry.tensors, "v_scale": scale}, {})
+            assert of_launch["v_scale"] == value
+
+
 def test_rows_that_kernels_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are copied in every call, also where rows by kv head are the query's own memory."""
     monkeypatch.setattr(operands, "KERNEL_DEVICES", ("cpu",))
