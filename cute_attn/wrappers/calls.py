@@ -385,8 +385,8 @@ def enter_append(
     if key is None or given is None or fire is None:
         return
     q, k, v, out, lse, _, optional, read, counters = given
-    if any(x.itemsize < 4 for x in read[:launched_read]):  # the launch reads copies
-        return
+    if any(x.itemsize < 4 for x in read[:launched_read]) or any(x.data_ptr() % ALIGNMENT for x in (q, k, out)):
+        return  # the launch reads copies, or by accesses that are narrower than those of calls alike
     if len(UNPLANNED) >= CACHE_SIZE:
         UNPLANNED.clear()
     starts, ends = zip(*map(checks.extent, written), strict=True)
