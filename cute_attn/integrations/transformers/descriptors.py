@@ -131,7 +131,7 @@ def decode_of_mask(mask: torch.Tensor) -> torch.Tensor:
 
 def split_decode(mask: torch.Tensor, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return key counts `[batch]` and the table `[batch, width]` of a decode descriptor."""
-    flat = mask.reshape(-1)
+    flat = mask.detach().reshape(-1)  # kept on a mask of which they are views, they would never be freed
     return flat[:batch_size], flat[batch_size:].view(batch_size, -1)
 
 
