@@ -195,7 +195,7 @@ def replay(
 ) -> Outputs | None:
     """Launch a call like that of `entry` and return out and lse; None where an address does not qualify.
 
-    `rest`: what the launch takes after the tensors; of a call with a workspace addresses in that, and of `read`.
+    `rest`: what the launch takes after the tensors; in a workspace of the call addresses. Those of `read` follow it.
     `protected`: memory that the launch must not write.
     """
     q, k, v, out, lse, workspace, optional, read, counters = given
