@@ -321,6 +321,6 @@ def _halves(cache: Any) -> tuple[Any, Any, Any]:
         return cache, None, None
     k, v = cache
     behind = v.data_ptr() - k.data_ptr()
-    if 0 < behind < k.stride(0) * k.itemsize:
+    if 0 < behind < k.stride(0) * k.itemsize and not (v.is_neg() or v.requires_grad):
         return k, None, (behind, calls.layouts((v,)))
     return k, v, None

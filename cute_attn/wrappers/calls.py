@@ -186,8 +186,8 @@ def operands(
 
 def _is_number(x: Tensor) -> bool:
     """Tell whether a scale is a tensor on the CPU that all checks read."""
-    stored = x.is_cpu and x.layout is torch.strided
-    return stored and x.numel() == 1 and x.is_floating_point() and not x.requires_grad and not x.is_neg()
+    stored = x.is_cpu and x.layout is torch.strided and not x.is_neg()
+    return stored and x.numel() == 1 and x.is_floating_point() and not (x.requires_grad and is_grad_enabled())
 
 
 def replay(
@@ -195,7 +195,7 @@ def replay(
 ) -> Outputs | None:
     """Launch a call like that of `entry` and return out and lse; None where an address does not qualify.
 
-    `rest`: what the launch takes after the tensors; of a call with a workspace addresses in that, and of `read`.
+    `rest`: what the launch takes after the tensors; in a workspace of the call addresses. Those of `read` follow it.
     `protected`: memory that the launch must not write.
     """
     q, k, v, out, lse, workspace, optional, read, counters = given
@@ -385,8 +385,8 @@ def enter_append(
     if key is None or given is None or fire is None:
         return
     q, k, v, out, lse, _, optional, read, counters = given
-    if any(x.itemsize < 4 for x in read[:launched_read]):  # the launch reads copies
-        return
+    if any(x.itemsize < 4 for x in read[:launched_read]) or any(x.data_ptr() % ALIGNMENT for x in (q, k, out)):
+        return  # the launch reads copies, or by accesses that are narrower than those of calls alike
     if len(UNPLANNED) >= CACHE_SIZE:
         UNPLANNED.clear()
     starts, ends = zip(*map(checks.extent, written), strict=True)

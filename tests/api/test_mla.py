@@ -127,8 +127,7 @@ def test_scale_of_flash_mla() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"],
+    "name", ["indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"]
 )
 def test_refusals_of_flash_mla(name: str) -> None:
     with pytest.raises(NotSupported, match=rf"{name}.*Instead: "):

@@ -15,6 +15,7 @@ from cute_attn.wrappers import calls
 from perf.pretended_gpu import NullDriver
 from tests.support.entry_points import (
     CACHE,
+    CACHES,
     DIM,
     ENTRIES,
     OTHERS,
@@ -123,6 +124,33 @@ def test_scales_of_appends_on_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(calls, "_is_number", lambda x: False)
     monkeypatch.setattr(nvfp4, "scale_of", lambda name, value, *_: value)
     test_launches("append NVFP4", "auto", False, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["append NVFP4", "single prefill, scales"])
+def test_scales_on_the_cpu_that_need_gradients(name: str) -> None:
+    """They are numbers of a launch without gradients, read in every call."""
+    entry, driver = ENTRIES[name], RecordingDriver()
+    with pretended(driver), torch.no_grad():
+        call = entry.begin(entry.tensors, "auto")
+        for value in ("0.5", "0.25"):
+            scale = torch.full((1,), float(value), dtype=torch.float32, requires_grad=True)
+            [(_, _, of_launch)], _ = launched(driver, call, {**entry.tensors, "v_scale": scale}, {})
+            assert of_launch["v_scale"] == value
+
+
+def test_appends_to_values_behind_keys() -> None:
+    """Values are checked in every call, and no call runs the kernel of an earlier one that had odd addresses."""
+    entry, driver, needs_grad = ENTRIES["append"], RecordingDriver(), lambda x: x.detach().requires_grad_()
+    k, v = torch.zeros_like(torch.stack(list(CACHES.values()), 1)).unbind(1)
+    odd = torch.cat((k.flatten(),) * 2)[1 : 1 + 3 * k[0, 0].numel()].view(3, *k.shape[2:])
+    with pretended(driver):
+        call, given = entry.begin(entry.tensors, "auto"), entry.tensors | dict(zip(CACHES, (k, v), strict=True))
+        for rows, access in ((odd, 2), (entry.tensors["append_key"], 16)):
+            [(_, spec, _)], _ = launched(driver, call, given | {"append_key": rows}, {})
+            assert spec["access"] == access
+        for view, error in ((torch._neg_view, "negative view"), (needs_grad, "require grad")):
+            with pytest.raises(ArgumentError, match=f"v of paged_kv_cache .*{error}"):
+                call(given | {PAIR[1][1]: view(v)})
 
 
 def test_rows_that_kernels_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:

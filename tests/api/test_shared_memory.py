@@ -151,11 +151,7 @@ OUTPUTS = {"out", "lse", "output", "output_k", "output_v"}
 UNREAD = {  # refused, or not used, or read before anything is written
     "BatchAttention.run": {"profiler_buffer"},
     "trtllm_batch_context_with_kv_cache": {"kv_cache_sf", "multi_ctas_kv_counter_buffer"},
-    "trtllm_batch_decode_with_kv_cache": {
-        "causal_seqlens_kv_global",
-        "multi_ctas_kv_counter_buffer",
-        "request_order",
-    },
+    "trtllm_batch_decode_with_kv_cache": {"causal_seqlens_kv_global", "multi_ctas_kv_counter_buffer", "request_order"},
     "trtllm_batch_decode_with_kv_cache_mla": {
         "causal_seqlens_kv_global",
         "multi_ctas_kv_counter_buffer",

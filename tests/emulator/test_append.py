@@ -75,8 +75,7 @@ DEALT += [(ON[2], case) for case in CASES if case.kind != "copy"]
 
 
 @pytest.mark.parametrize(
-    ("on", "case"),
-    [pytest.param(*on.values, case, id=f"{on.id}-{case.id}", marks=on.marks) for on, case in DEALT],
+    ("on", "case"), [pytest.param(*on.values, case, id=f"{on.id}-{case.id}", marks=on.marks) for on, case in DEALT]
 )
 def test_calls_write_what_the_reference_writes(on: Executor, case: AppendCase) -> None:
     nothing, want = written(case, lambda problem: None), written(case, reference)

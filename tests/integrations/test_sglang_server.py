@@ -46,8 +46,7 @@ def write_entry_point(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("Llama", {}), ("DeepseekV3", {**LATENT, "moe_layer_freq": 1, "rope_parameters": YARN})],
+    ("name", "options"), [("Llama", {}), ("DeepseekV3", {**LATENT, "moe_layer_freq": 1, "rope_parameters": YARN})]
 )
 def test_the_engine_generates(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Log-probabilities of its greedy tokens are as close to fp32 as those of eager attention in bfloat16."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,15 +40,8 @@ def expected(q, k, v, seen, scale=None, soft_cap=None, sinks=None):
 
 def described(kv_len, q_len, q_offset, attention_mask=None, function=masking_utils.causal_mask_function, **more):
     """What the mask function returns, and the boolean mask `[batch, q_len, kv_len]` that transformers makes."""
-    common = {
-        "batch_size": 2,
-        "q_length": q_len,
-        "kv_length": kv_len,
-        "q_offset": q_offset,
-        "mask_function": function,
-        "attention_mask": attention_mask,
-        **more,
-    }
+    common = {"batch_size": 2, "q_length": q_len, "kv_length": kv_len, "q_offset": q_offset}
+    common |= {"mask_function": function, "attention_mask": attention_mask, **more}
     exact = masking_utils.sdpa_mask(**common, allow_is_causal_skip=False)
     return masks.attention_mask(**common), exact.expand(2, 1, -1, -1)[:, 0]
 
@@ -259,6 +253,16 @@ def test_the_layers_of_a_pass_share_what_is_kept_on_a_mask():
         kept.append(forward._kept(mask, "identity", object))
     assert kept[0] is kept[1] is kept[2] is not kept[3]
     assert kept[3] is kept[4] is kept[5]
+
+
+def test_what_is_kept_on_a_descriptor_dies_with_it():
+    """Also on a copy of one, as layers on another GPU get it in every step."""
+    mask = descriptors.decode_of_lengths(torch.tensor([3, 12])).clone()
+    forward.attention(MODULE, *layer(q_len=1, dims=(64, 64)), mask)
+    [(_, tables)] = getattr(mask, descriptors.MEMO).found.values()
+    tables = weakref.ref(tables)
+    del mask
+    assert tables() is None
 
 
 SEQUENCES = {

@@ -18,10 +18,7 @@ from tests.support import engine_models, subprocesses
 from tests.support.engine_models import LATENT, VOCABULARY, logprobs
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM (docs/integrations/vllm.md)"),
-]
+pytestmark = [pytest.mark.engines, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM (docs/integrations/vllm.md)")]
 SOURCES = os.environ.get("CUTE_ATTN_VLLM_SOURCES", "")  # where another release of vLLM is unpacked
 PROMPTS = (5, 90, 33, 150, 2)  # tokens; 64 fit into a step, so that two prompts are cut and steps are mixed
 WINDOW = {"sliding_window": 24}

@@ -20,10 +20,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_results_do_not_depend_on_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = randn(13, 4, 16), randn(11, 2, 16, seed=1), randn(11, 2, 16, seed=2)
-    options: dict[str, Any] = {
-        "logits": Logits(0.25, 2.0, alibi_slopes(4)),
-        "mask": Mask(causal=True, window_left=6),
-    }
+    options: dict[str, Any] = {"logits": Logits(0.25, 2.0, alibi_slopes(4)), "mask": Mask(causal=True, window_left=6)}
     assert [len(alibi_slopes(heads)) for heads in (1, 6)] == [1, 6]
     whole = attention(q, k, v, **options)
     monkeypatch.setattr(reference, "CHUNK_BYTES", 3 * 2 * 11 * 8)  # three rows per chunk

@@ -176,10 +176,7 @@ BAD: dict[str, list[Row]] = {  # by entry: what changes, the message, and the er
         ({"uses_shared_paged_kv_idx": False}, r"block_tables must have shape \[batch_size, 2, max_pages\]"),
         ({**OWN_PAGES, "block_tables": ints(0, 0, 1, 2).view(2, 2, 1)}, "distances.*one page table", NotSupported),
         ({**OWN_PAGES, "block_tables": ints(0, 99, 1, 100).view(2, 2, 1)}, "beyond the cache"),
-        (
-            {**OWN_PAGES, "block_tables": ints(0, 0).view(1, 2, 1)},
-            "one length for each of the 1 rows of block_tables",
-        ),
+        ({**OWN_PAGES, "block_tables": ints(0, 0).view(1, 2, 1)}, "one length for each of the 1 rows of block_tables"),
         ({**OWN_PAGES, "seq_lens": ints(4, 16).to(META)}, "seq_lens must be on .* cpu.*, got .* on meta"),
         ({**OWN_PAGES, "block_tables": OWN_PAGES["block_tables"].to(META)}, "block_tables must be on a cpu or cuda"),
         ({**OWN_PAGES, "seq_lens": torch.zeros(2, dtype=torch.complex64)}, "seq_lens must have dtype"),
@@ -279,10 +276,7 @@ BAD: dict[str, list[Row]] = {  # by entry: what changes, the message, and the er
     ],
     "dequantise": [
         ({"fp4_data": torch.zeros(4, 7, dtype=torch.uint8)}, "fp4_data must have shape"),
-        (
-            {"block_scales": torch.zeros(4, 4, dtype=torch.uint8, device=META)},
-            "block_scales must be on device cpu",
-        ),
+        ({"block_scales": torch.zeros(4, 4, dtype=torch.uint8, device=META)}, "block_scales must be on device cpu"),
         ({"output_dtype": torch.int8}, "output_dtype must have dtype"),
     ],
     "quantise pages": [

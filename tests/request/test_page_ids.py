@@ -14,8 +14,7 @@ from tests.support.formula import assert_batch_right
 
 
 @pytest.mark.parametrize(
-    ("place", "page", "said"),
-    [(3, 7, "1 of request 0"), (5, -1, "0 of request 2"), (4, 2147483647, "2 of request 0")],
+    ("place", "page", "said"), [(3, 7, "1 of request 0"), (5, -1, "0 of request 2"), (4, 2147483647, "2 of request 0")]
 )
 def test_bad_pages(place: int, page: int, said: str) -> None:
     """Of requests of 3, 0 and 1 pages, in a cache of 7."""

@@ -50,9 +50,7 @@ WRONG = {
         SCRATCH,
     ),
     "another axis": Wrong(
-        lambda x: x[None],
-        "NAME.*(shape|dimension|batch_size, 2)",
-        rf"{SCRATCH}|mask|output|q|sinks|\w*_scale(_log2)?",
+        lambda x: x[None], "NAME.*(shape|dimension|batch_size, 2)", rf"{SCRATCH}|mask|output|q|sinks|\w*_scale(_log2)?"
     ),
     "half as wide": Wrong(
         lambda x: x[..., : x.shape[-1] // 2].contiguous(),

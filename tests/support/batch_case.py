@@ -283,12 +283,7 @@ def run_arguments(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:
 
 
 def call(
-    case: BatchCase,
-    inputs: BatchInputs,
-    planned: Any = None,
-    *,
-    backend: str = "auto",
-    **extra: Any,
+    case: BatchCase, inputs: BatchInputs, planned: Any = None, *, backend: str = "auto", **extra: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse) of a single request or of a wrapper: a new one on `backend`, or one that is planned already."""
     arguments = {**run_arguments(case, inputs), **extra}

@@ -441,10 +441,7 @@ CASES = {
     "ulysses, errors": of_all(ulysses_errors),
 }
 
-CPU_CASES = {
-    "torch's context_parallel": of_all(context_parallel),
-    "kernels on the emulator": in_pair(kernels_of_a_gpu),
-}
+CPU_CASES = {"torch's context_parallel": of_all(context_parallel), "kernels on the emulator": in_pair(kernels_of_a_gpu)}
 
 
 def cases(device_type: str) -> dict[str, Any]:

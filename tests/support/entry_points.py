@@ -457,9 +457,7 @@ BATCHES_WITHOUT_PLAN = {
     "trtllm context": Entry(unplanned(ROWS) | BOUNDS | SINKS | BMM_SCALES | lse_of(ROWS), CONTEXT),
     "trtllm fmha": Entry(FMHA_TENSORS, fmha("SEPARATE_Q_K_V", "query", "k", "v"), ("out",)),
     "trtllm ragged": Entry(
-        RAGGED_TENSORS,
-        direct(cute_attn.trtllm_ragged_attention_deepseek, **RAGGED_OPTIONS, **REQUESTS),
-        ("out", "lse"),
+        RAGGED_TENSORS, direct(cute_attn.trtllm_ragged_attention_deepseek, **RAGGED_OPTIONS, **REQUESTS), ("out", "lse")
     ),
     "trtllm fmha, pages": Entry(FMHA_PAGES, fmha("Q_PAGED_KV_NHD", "query", "the cache"), ("out",)),
     **xqa_entries(),

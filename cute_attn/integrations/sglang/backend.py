@@ -76,7 +76,7 @@ class CuteAttnBackend(PagedBackend):
         kv_lens = [new + old for new, old in zip(extended, cached, strict=True)]
         return self._planned.begin(self._pools, batch.req_pool_indices, batch.seq_lens, extended, kv_lens)
 
-    def _begin_decode(self, batch: Any, captured: Collection[LayerKind] = ()) -> PlannedAttention:
+    def _begin_decode(self, batch: Any, captured: Collection[LayerKind] | None = None) -> PlannedAttention:
         requests, seq_lens, kv_lens = batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu
         if kv_lens is None:
             kv_lens = seq_lens.cpu()  # SGLang keeps the host's copy for backends with `needs_cpu_seq_lens`

@@ -168,13 +168,13 @@ class PlannedAttention:
         q_lens: Sequence[int],
         kv_lens: Sequence[int] | torch.Tensor,
         decode: bool = False,
-        captured: Collection[LayerKind] = (),
+        captured: Collection[LayerKind] | None = None,
     ) -> PlannedAttention:
         """Start a step and return this.
 
         `requests`, `seq_lens`: rows of the tables of `pools` and keys of each request, on the device. `q_lens`,
         `kv_lens`: query tokens and keys, these included, on the host. `decode`: one query token per request.
-        `captured`: the kinds of layers of a captured batch, whose launches need plans now; others are planned by their
+        `captured`: of a captured batch the kinds of layers whose launches need plans now; others are planned by their
         first layer.
         """
         kv, page_size = np.asarray(kv_lens, np.int64), self._server.page_size
@@ -183,8 +183,8 @@ class PlannedAttention:
         arrays = [int32(x) for x in (starts, kv_indptr, last_page_len(kv, pages, page_size))]
         self.num_tokens, num_pages = int(starts[-1]), int(kv_indptr[-1])
         self._step = arrays, [pool.page_indices(requests, seq_lens, num_pages) for pool in pools]
-        self._form = decode, len(starts) - 1 if captured else 0
-        for kind in captured:
+        self._form = decode, 0 if captured is None else len(starts) - 1
+        for kind in captured or ():
             self._planned(kind)
         return self
 

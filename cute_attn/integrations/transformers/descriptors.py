@@ -11,7 +11,8 @@ is in the tensor's values. Three kinds, told apart by dtype and shape:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +92,8 @@ class Rows(NamedTuple):
         return cls(bool(head[0]), head[1], tuple(map(Run._make, runs)))
 
 
-def whole(batch_size: int, q_len: int, kv_lens: Sequence[int], causal: bool, window_left: int) -> Rows:
+@functools.lru_cache(16)
+def whole(batch_size: int, q_len: int, kv_lens: tuple[int, ...], causal: bool, window_left: int) -> Rows:
     """Return requests that each see their first keys."""
     runs = tuple(Run(b * q_len, q_len, b, 0, kv_len) for b, kv_len in zip(range(batch_size), kv_lens, strict=True))
     return Rows(causal, window_left, runs)
@@ -129,7 +131,7 @@ def decode_of_mask(mask: torch.Tensor) -> torch.Tensor:
 
 def split_decode(mask: torch.Tensor, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return key counts `[batch]` and the table `[batch, width]` of a decode descriptor."""
-    flat = mask.reshape(-1)
+    flat = mask.detach().reshape(-1)  # kept on a mask of which they are views, they would never be freed
     return flat[:batch_size], flat[batch_size:].view(batch_size, -1)
 
 

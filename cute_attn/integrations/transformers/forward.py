@@ -140,7 +140,7 @@ def _run_unmasked(operands: Operands, causal: bool, window_left: int, bounds: tu
     """Run a layer whose queries are the newest tokens, if it is causal, of as many keys in every request."""
     (batch, _, q_len, _), kv_len = operands.q.shape, operands.k.shape[2]
     if causal or window_left < 0:
-        rows = descriptors.whole(batch, q_len, [kv_len] * batch, causal, window_left)
+        rows = descriptors.whole(batch, q_len, (kv_len,) * batch, causal, window_left)
         return plans.run_rows(operands, _parted(rows, bounds) if bounds else rows)
     positions = torch.arange(kv_len, device=operands.q.device)
     band = (positions[kv_len - q_len :, None] - positions).abs() <= window_left
@@ -221,7 +221,7 @@ def _planned_decode(operands: Operands, mask: torch.Tensor) -> Rows | torch.Tens
     batch, kv_len = operands.q.shape[0], operands.k.shape[2]
     lengths, tables = descriptors.split_decode(mask.cpu(), batch)
     if tables.shape[1] == 1:
-        return descriptors.whole(batch, 1, lengths.tolist(), causal=False, window_left=-1)
+        return descriptors.whole(batch, 1, tuple(lengths.tolist()), False, -1)
     runs = []
     for b, (count, keys) in enumerate(zip(lengths.tolist(), tables.tolist(), strict=True)):
         first = keys[0] if count else 0

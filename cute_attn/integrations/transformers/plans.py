@@ -105,7 +105,7 @@ def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable, bounds:
             found = found & (number[:, None] == number)
         return found.expand(batch, 1, q_len, kv_len).reshape(-1)
 
-    rows = descriptors.whole(batch, q_len, [kv_len] * batch, causal=False, window_left=-1)
+    rows = descriptors.whole(batch, q_len, (kv_len,) * batch, False, -1)
     return run_rows(operands, rows, (identity, bounds), seen)
 
 
@@ -113,14 +113,19 @@ def _session(place: Place, operands: Operands, kind: tuple[PlanOptions, bool], c
     """Return the session planned for `content`, or the least recently used one of a kind: options, and whether there is
     a mask.
     """
-    workspace, (options, masked), keys = workspaces.of_stream(operands.q.device), kind, []
+    (options, masked), keys = kind, []
     for number in range(PLANS_PER_KIND):
         # The plan of each pass has another page size, that of its cache: the key says only that there are pages.
         keys.append(Structure(operands.backend, 1, 0, options, (masked, number)))
         session = place.sessions.get(keys[-1])
-        if session is None or session.content == content:
-            return place.session(workspace, keys[-1])
-    return place.session(workspace, next(key for key in place.sessions if key in keys))
+        if session is None:
+            break
+        if session.content == content:
+            place.sessions.move_to_end(keys[-1])
+            return session
+    else:
+        keys.append(next(key for key in place.sessions if key in keys))
+    return place.session(workspaces.of_stream(operands.q.device), keys[-1])
 
 
 # ---- keys and values as pages, without copies
