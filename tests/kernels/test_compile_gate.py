@@ -101,7 +101,7 @@ def test_siblings_have_the_same_machine_code(arch: str) -> None:
 def code(artifact: Artifact) -> dict[str, bytes]:
     """Instructions, and what the driver is told of them: registers, stack, barriers."""
     sections = cubins._sections(artifact.cubin)
-    return {name: bytes(found.data) for name, found in sections.items() if name.startswith((".text.", ".nv.info"))}
+    return {name: found for name, found in sections.items() if name.startswith((".text.", ".nv.info"))}
 
 
 def first_with_its_ptx(arch: str, spec: KernelSpec) -> str | None:
