@@ -52,7 +52,7 @@ class Room:
     """Sizes of a schedule, and of what the kernel may read and write for it."""
 
     capacity: Capacity
-    sizes: LaunchSizes  # keys only where the host does not know the lengths
+    sizes: LaunchSizes  # keys only where these are fixed before the lengths: on the device, or captured
     tiles: int  # query tiles
     chunk: int  # kv tiles of splits of a fixed size, or 0
 
